@@ -182,7 +182,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "rlhf_type": _METHOD,
     "save_gguf": "nothing: torchtitan convert writes the file",
     "split_dataset_ratio": _HELD_OUT,
-    "streaming": "--dataloader.stream, in pre-training",
+    "streaming": "--dataloader.stream all",
     "train_type": "--config sft, lora or qlora",
     "tuner_type": "--config sft, lora or qlora",
     "use_gradient_checkpointing": _RECOMPUTE,

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 
+from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.plan.sampler import Array, StepStatistics
 from torchtitan.components.data.report import DataSummary
 from torchtitan.components.tokenizer import Tokenizer
@@ -314,6 +315,8 @@ class TokenizingDataLoader(BaseDataLoader):
             require(self.num_workers <= most, "--dataloader.num_workers", self.num_workers, limit)
 
     config: Config
+    template: ChatTemplate | None = None
+    """Chat template; None for plain text."""
 
     def __init__(
         self,
@@ -344,6 +347,13 @@ class TokenizingDataLoader(BaseDataLoader):
 
     def _open(self, seed: int, samples_per_step: int) -> None:
         raise NotImplementedError
+
+    def assets(self) -> dict[str, str]:
+        """Return the chat template and its settings as files; see `chat_assets`."""
+        # deferred, like all saving code
+        from torchtitan.components.weights.assets import chat_assets
+
+        return chat_assets(self._tokenizer, self.template) if self.template else {}
 
 
 def can_resume_position(state: dict[str, Any], fingerprint: str, dataset: str) -> bool:

@@ -65,6 +65,7 @@ class ImageRowsDataLoader(PlannedDataLoader):
             }
 
     config: Config
+    stream_class = None
 
     @property
     def processor(self) -> ImageProcessor:

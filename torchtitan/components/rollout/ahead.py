@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torchtitan.components.data.base import Batch
-from torchtitan.components.data.plan import Snapshot
 from torchtitan.components.generation import Engine, Session
 from torchtitan.components.rollout.rollout import RolloutEngine
 from torchtitan.components.rollout.trajectory import Group, Trajectory
@@ -25,8 +24,8 @@ class Rollouts:
     """The prompts, as loaded."""
     documents: list[int] = field(default_factory=list)
     """Number in the data of the prompt of each rollout."""
-    position: Snapshot | None = None
-    """Position in the data after these batches."""
+    position: Any = None
+    """Position in the data after these batches, as the loader's `read_position` returned it."""
 
     def n_sampled(self) -> int:
         """Return the number of tokens that they have sampled."""

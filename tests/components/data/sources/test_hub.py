@@ -71,6 +71,8 @@ def texts(loader, datasets, **options):
 sft = {"chat_template": "alpaca", "columns": ["prompt=ask", "completion=say"], "packing": "none"}
 out = {
     "sft": texts(SFTDataLoader, ["org/qa", "org/qa@v1[test]"], **sft),
+    "sft streams": texts(SFTDataLoader, ["org/qa", "org/qa@v1[test]"], weights=[1, 1],
+                         stream="all", **sft),
     "prompts": texts(PromptDataLoader, ["org/qa@v1"], chat_template="alpaca",
                      columns=["prompt=ask"]),
     "stream": texts(PretrainDataLoader, ["org/texts:more"], text_column="body"),
@@ -138,6 +140,7 @@ def test_data_is_read_by_name(repositories, tmp_path):
     assert len(found["sft"]) == 4
     for text, question in zip(found["sft"], questions, strict=True):
         assert f"{question}\n\n### Response:\nYes." in text
+    assert found["sft streams"] == found["sft"]
     assert all("v1 train" in text for text in found["prompts"])
     assert len(found["prompts"]) == 2
     assert "A text of more." in found["stream"][0]

@@ -1,12 +1,13 @@
 """Base class of the fine-tuning data loaders."""
 
+import copy
 import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -20,7 +21,11 @@ from torchtitan.components.data.base import (
     number_tokens,
 )
 from torchtitan.components.data.disk_cache import data_digest
-from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, RowEncoder
+from torchtitan.components.data.finetuning.chat_encoding import (
+    ChatEncoder,
+    EncodedRow,
+    RowEncoder,
+)
 from torchtitan.components.data.finetuning.columns import parse_columns
 from torchtitan.components.data.finetuning.filters import FilterConfig, LossPolicy, Policy
 from torchtitan.components.data.finetuning.losses import PARTS, Part
@@ -33,12 +38,14 @@ from torchtitan.components.data.finetuning.sample_cache import (
 )
 from torchtitan.components.data.finetuning.samples import (
     LengthFilteredDataset,
+    LengthLimit,
     SampleSets,
     TooLong,
     WindowDataset,
     Windows,
     pack_windows,
 )
+from torchtitan.components.data.finetuning.streams import RowStreamDataLoader, check_stream
 from torchtitan.components.data.plan import (
     Planner,
     Sampler,
@@ -53,7 +60,14 @@ from torchtitan.components.data.prepare.prepared import (
     validation_split,
 )
 from torchtitan.components.data.report import DataSummary, SetSummary
-from torchtitan.components.data.sources.source import AUTO, CHAT_DATASETS, Source, resolve_source
+from torchtitan.components.data.sources.source import (
+    AUTO,
+    CHAT_DATASETS,
+    Source,
+    StreamSource,
+    resolve_rows,
+    resolve_source,
+)
 from torchtitan.components.data.workers import Workers
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config.code import CodeReference
@@ -120,6 +134,11 @@ class PlannedDataLoader(TokenizingDataLoader):
         encoding_processes: int = 0
         """Processes that encode rows; 0: one and, if that takes longer than 2 seconds, one for each
         core, at most 8. Their number does not change samples or order."""
+        stream: Literal["none", "all"] = "none"
+        """Datasets on the Hugging Face Hub to read and encode during training: all, or none, which
+        copies them first. Local data beside streams is read in the same way."""
+        shuffle_buffer: int = 4096
+        """Rows of a stream that are shuffled and packed together, for each rank and worker."""
         sampler: Sampler.Config = field(default_factory=ShuffleSampler.Config)
         """Order in which samples are drawn."""
 
@@ -130,6 +149,19 @@ class PlannedDataLoader(TokenizingDataLoader):
             parse_columns(self.columns)
             n_processes = self.encoding_processes
             require(n_processes >= 0, "--dataloader.encoding_processes", n_processes, "at least 0")
+            buffer = self.shuffle_buffer
+            require(buffer >= 1, "--dataloader.shuffle_buffer", buffer, "at least 1 row")
+            if self.stream == "all":
+                check_stream(self)
+
+        def build(self, *args: Any, **runtime: Any) -> Any:
+            """Build the loader of one data-parallel rank; with `stream`, a
+            `RowStreamDataLoader`."""
+            if self.stream == "none":
+                return TokenizingDataLoader.Config.build(self, *args, **runtime)
+            self.validate()
+            assert self.loader.stream_class is not None  # says `validate`
+            return self.loader.stream_class(copy.deepcopy(self), *args, **runtime)
 
         def check_host(self) -> None:
             """Raise `UserError` for processes that this host cannot run."""
@@ -138,7 +170,11 @@ class PlannedDataLoader(TokenizingDataLoader):
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
             self.check_host()
-            self.open_caches(tokenizer, self.find_template(tokenizer))
+            template = self.find_template(tokenizer)
+            if self.stream == "none":
+                self.open_caches(tokenizer, template)
+            else:
+                self.rows()
 
         def open_caches(
             self, tokenizer: Tokenizer, template: ChatTemplate | None
@@ -165,7 +201,7 @@ class PlannedDataLoader(TokenizingDataLoader):
             ]
 
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> RowEncoder:
-            return self._loader.encoder_class(
+            return self.loader.encoder_class(
                 ChatEncoder(tokenizer, template, "assistant", self.accepted_losses())
             )
 
@@ -173,6 +209,10 @@ class PlannedDataLoader(TokenizingDataLoader):
             return FilterConfig(
                 empty=self.empty, broken=self.broken, untrained=None, **self.loss_policies()
             )
+
+        def length_limit(self, max_length: int) -> LengthLimit:
+            """Return the limit on samples for sequences of at most `max_length` tokens."""
+            return LengthLimit(max_length, self.too_long, self.filters().untrained)
 
         def loss_policies(self) -> dict[str, Any]:
             """Return the policies for parts of messages that a template omits, by option."""
@@ -199,22 +239,34 @@ class PlannedDataLoader(TokenizingDataLoader):
                 self.chat_template, [tokenizer.folder] if tokenizer.folder else [], tokenizer
             )
 
-        def rows(self) -> list[tuple[Source, RowFormat]]:
-            """Return the source and row format of each dataset that is not prepared. Raise
-            `UserError` if either is unknown."""
-            raw = [dataset for dataset in self.dataset if not find_prepared(dataset, CHAT_DATASETS)]
+        def rows(self) -> list[tuple[Any, RowFormat]]:
+            """Return the source and row format of each dataset that is not prepared. A source is a
+            `Source` or, with `stream`, maybe a `StreamSource`. Raise `UserError` if either is
+            unknown, or for prepared data beside streams."""
+            prepared = [name for name in self.dataset if find_prepared(name, CHAT_DATASETS)]
+            if prepared and self.stream == "all":
+                raise UserError(
+                    f"--dataloader.stream all: {prepared[0]} is prepared data, which is not read "
+                    "as rows; name the rows, or set --dataloader.stream none"
+                )
+            raw = [dataset for dataset in self.dataset if dataset not in prepared]
             sources = [self.source(dataset) for dataset in raw]
-            columns = [first_columns(source) for source in sources]
+            columns = [
+                list(source.first_row(source.open_rows))
+                if isinstance(source, StreamSource)
+                else first_columns(source)
+                for source in sources
+            ]
             mapping = parse_columns(self.columns)
-            formats = dataset_formats(raw, columns, self.format, mapping, self._loader.kind)
+            formats = dataset_formats(raw, columns, self.format, mapping, self.loader.kind)
             return list(zip(sources, formats, strict=True))
 
-        def source(self, dataset: str) -> Source:
+        def source(self, dataset: str) -> Source | StreamSource:
             """Return the rows of a dataset that is not prepared. Raise `UserError` if there are
             none."""
-            source = resolve_source(dataset, split=self.split, catalog=CHAT_DATASETS)
-            assert isinstance(source, Source)
-            return source
+            if self.stream == "all":
+                return resolve_rows(dataset, self.split)
+            return resolve_source(dataset, split=self.split, catalog=CHAT_DATASETS)
 
         def identity(self) -> dict[str, Any]:
             """Return the loader's class, the content of its datasets, and the options for reading
@@ -246,7 +298,8 @@ class PlannedDataLoader(TokenizingDataLoader):
             return config
 
         @property
-        def _loader(self) -> "type[PlannedDataLoader]":
+        def loader(self) -> "type[PlannedDataLoader]":
+            """The class that it builds without streams."""
             assert issubclass(self._owner, PlannedDataLoader)
             return self._owner
 
@@ -255,10 +308,11 @@ class PlannedDataLoader(TokenizingDataLoader):
     kind: ClassVar[Kind]
     """Purpose of the rows."""
     encoder_class: ClassVar[type[RowEncoder]]
+    stream_class: ClassVar[type[RowStreamDataLoader] | None] = RowStreamDataLoader
+    """Loader that reads and encodes the rows during training; None: they must be known before."""
 
     def _open(self, seed: int, samples_per_step: int) -> None:
         self.template = self.config.find_template(self._tokenizer)
-        """Chat template; None for plain text."""
         self.samples = self._open_samples()
         """Samples that fit into windows, with reports on dropped rows."""
         self._batches = WindowDataset(
@@ -278,6 +332,16 @@ class PlannedDataLoader(TokenizingDataLoader):
         """Return the maximum number of tokens in a sequence; its last token is only a label and
         needs no position."""
         return seq_len + 1
+
+    @staticmethod
+    def positions_of(row: EncodedRow) -> int:
+        """Return how much of `positions_of_window` a row takes; by default, all of it."""
+        return 1
+
+    @staticmethod
+    def positions_of_window(seq_len: int) -> int:
+        """Return the size of a window."""
+        return 1
 
     @staticmethod
     def collate(windows: Windows, seq_len: int) -> Batch:
@@ -314,10 +378,9 @@ class PlannedDataLoader(TokenizingDataLoader):
         contents = [cache.fingerprint for cache in caches]
         self.fingerprint = digest_of([contents, [self._layout.seq_len, *config.order_key()]])
         """Fingerprint of the data and its order."""
+        limit = config.length_limit(max_length)
         filtered = [
-            LengthFilteredDataset(
-                cache, max_length, config.too_long, config.filters().untrained, name
-            )
+            LengthFilteredDataset(cache, limit, name)
             for name, cache in zip(config.dataset, caches, strict=True)
         ]
         return SampleSets(config.dataset, filtered)
@@ -474,13 +537,6 @@ class PlannedDataLoader(TokenizingDataLoader):
     def batch_of(self, names: Sequence[str]) -> Batch:
         batch: Any = self._batches[[[number] for number in self.samples.find_numbers(names)]]
         return batch
-
-    def assets(self) -> dict[str, str]:
-        """Return the chat template and its settings as files; see `chat_assets`."""
-        # deferred, like all saving code
-        from torchtitan.components.weights.assets import chat_assets
-
-        return chat_assets(self._tokenizer, self.template) if self.template else {}
 
     def close(self) -> None:
         if self._workers is not None:

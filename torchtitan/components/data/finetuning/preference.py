@@ -92,6 +92,14 @@ class PreferenceDataLoader(PlannedDataLoader):
     token_tensors: ClassVar[tuple[str, ...]] = ("input", "labels", "sequences")
 
     @staticmethod
+    def positions_of(row: EncodedRow) -> int:
+        return sum(max(0, len(part.ids) - 1) for part in row.parts)
+
+    @staticmethod
+    def positions_of_window(seq_len: int) -> int:
+        return seq_len * SEQUENCES_PER_SAMPLE
+
+    @staticmethod
     def collate(windows: Windows, seq_len: int) -> Batch:
         return to_batch([pack_pairs(window, seq_len * SEQUENCES_PER_SAMPLE) for window in windows])
 
@@ -99,7 +107,7 @@ class PreferenceDataLoader(PlannedDataLoader):
         self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any
     ) -> Planner:
         positions = [data.sequence_positions().sum(axis=1) for data in self.samples.sets]
-        capacity = self._layout.seq_len * SEQUENCES_PER_SAMPLE
+        capacity = self.positions_of_window(self._layout.seq_len)
         return Planner(
             positions, capacity, samplers, packing=self.config.packing, epochs=epochs, **order
         )

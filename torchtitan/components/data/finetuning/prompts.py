@@ -18,6 +18,7 @@ from torchtitan.components.data.finetuning.conversation import Prompt, Sample
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.row_formats import Kind
 from torchtitan.components.data.finetuning.samples import Windows, pack_windows
+from torchtitan.components.data.finetuning.streams import RowStreamDataLoader
 from torchtitan.components.data.plan import Snapshot
 
 
@@ -39,7 +40,50 @@ class PromptRowEncoder(RowEncoder):
         return EncodedRow((EncodedSample(ids, np.zeros(len(ids), bool)),), sample.answer_and_row())
 
 
-class PromptDataLoader(PlannedDataLoader):
+class PromptPosition:
+    """What a loader of prompts has for methods that sample their answers; the first base of a
+    loader."""
+
+    packs_answers: ClassVar[bool] = True
+    """True if a window may hold several prompts with their answers."""
+    _held: Any = None
+
+    def hold(self, position: Any) -> None:
+        """Let `position` be this one, which `read_position` returned, while further batches are
+        read ahead of their steps."""
+        self._held = position
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._held = None
+        super().load_state_dict(state)  # type: ignore[misc]
+
+    def image_reader(self) -> Any:
+        """Return what reads the images of prompts for the model; None if they are text."""
+        return None
+
+    def answer_batch_maker(self) -> Callable[[Windows, int], Batch]:
+        """Return the function that makes batches of windows of prompts with their answers."""
+        return pack_windows
+
+
+class PromptStreamDataLoader(PromptPosition, RowStreamDataLoader):
+    """Prompts of streams; see `RowStreamDataLoader`."""
+
+    def read_ahead(self, n_prompts: int) -> None:
+        """Prompts of streams may be read any time ahead: steps do not change their order."""
+
+    def read_position(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that returns the state after the last batch that was read."""
+        return super().present_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.present_state()()
+
+    def present_state(self) -> Callable[[], dict[str, Any]]:
+        return self._held or self.read_position()
+
+
+class PromptDataLoader(PromptPosition, PlannedDataLoader):
     """Prompts for generation; see `PlannedDataLoader` for order and position.
 
     A batch has lists with an element for each sample: `prompts`, the token ids including the
@@ -59,10 +103,8 @@ class PromptDataLoader(PlannedDataLoader):
 
     config: Config
     kind: ClassVar[Kind] = "prompt"
+    stream_class: ClassVar[type[RowStreamDataLoader] | None] = PromptStreamDataLoader
     encoder_class: ClassVar[type[RowEncoder]] = PromptRowEncoder
-    packs_answers: ClassVar[bool] = True
-    """True if a window may hold several prompts with their answers."""
-    _held: Snapshot | None = None
 
     @staticmethod
     def max_length(seq_len: int) -> int:
@@ -85,26 +127,9 @@ class PromptDataLoader(PlannedDataLoader):
         """Return the position after the last batch that was read."""
         return self._position
 
-    def hold(self, position: Snapshot) -> None:
-        """Let `position` be this one, which `read_position` returned, while further batches are
-        read ahead of their steps."""
-        self._held = position
-
     @property
     def position(self) -> Snapshot:
         return self._held or self._position
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._held = None
-        super().load_state_dict(state)
-
-    def image_reader(self) -> Any:
-        """Return what reads the images of prompts for the model; None if they are text."""
-        return None
-
-    def answer_batch_maker(self) -> Callable[[Windows, int], Batch]:
-        """Return the function that makes batches of windows of prompts with their answers."""
-        return pack_windows
 
 
 class PromptInBatch(NamedTuple):

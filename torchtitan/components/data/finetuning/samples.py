@@ -5,6 +5,7 @@ import copy
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -29,30 +30,84 @@ TooLong = Literal["drop", "truncate_left", "truncate_right", "error"]
 """`truncate_left` keeps the end of a sample, `truncate_right` its beginning."""
 
 
+@dataclass(frozen=True)
+class LengthLimit:
+    """Limit on the tokens of the longest sequence of a sample."""
+
+    max_length: int
+    too_long: TooLong
+    """Policy for samples with a longer sequence. Truncation removes the same number of tokens from
+    all sequences of a sample, so that common prefixes stay equal."""
+    untrained: Policy | None
+    """Policy for samples without trained tokens after truncation. None: drop samples if truncation
+    would remove trained tokens, since comparisons need complete answers."""
+
+    @property
+    def truncations(self) -> str:
+        """The policies that truncate samples of this kind, in words."""
+        return "truncate_left" if self.untrained is None else "truncate_left or truncate_right"
+
+    def apply(self, sample: EncodedRow, where: str) -> EncodedRow | Dropped:
+        """Return a sample, possibly truncated, or the reason to drop it. Raise `UserError` for the
+        policy `error`."""
+        length = max(len(part.ids) for part in sample.parts)
+        return sample if length <= self.max_length else self._shorten(sample, where, length)
+
+    def size_in_words(self, length: int) -> str:
+        """Compare a length with the limit in words."""
+        limit = (
+            f"{self.max_length:,} fit"
+            if self.untrained is None
+            else f"a window holds {self.max_length:,}"
+        )
+        return f"{length:,} tokens, {limit}"
+
+    def _shorten(self, sample: EncodedRow, where: str, length: int) -> EncodedRow | Dropped:
+        size = self.size_in_words(length)
+        if self.too_long == "error":
+            comma = " or" if self.untrained is None else ","
+            raise UserError(
+                f"{where}: {size}; set --dataloader.too_long to drop{comma} {self.truncations}"
+            )
+        if self.too_long == "drop":
+            return Dropped("too_long", size)
+        if sample.images:
+            return Dropped("too_long", f"{size}, and a sample with images is not cut")
+        truncated = self.truncate(sample)
+        if self.untrained is None:
+            is_incomplete = truncated.n_trained < sample.n_trained
+            return (
+                Dropped("too_long", f"{size}, and its answers alone are too long")
+                if is_incomplete
+                else truncated
+            )
+        if truncated.n_trained:
+            return truncated
+        why = f"it has no trained tokens after truncation ({size})"
+        if self.untrained == "error":
+            raise UserError(f"{where}: {why}; set --dataloader.untrained drop to skip such rows")
+        return Dropped("untrained", why)
+
+    def truncate(self, sample: EncodedRow) -> EncodedRow:
+        """Return a sample without its excess tokens."""
+        n_excess = max(len(part.ids) for part in sample.parts) - self.max_length
+        if n_excess <= 0:
+            return sample
+        kept = slice(n_excess, None) if self.too_long == "truncate_left" else slice(-n_excess)
+        parts = (
+            part._replace(ids=part.ids[kept], trained=part.trained[kept]) for part in sample.parts
+        )
+        return sample._replace(parts=tuple(parts))
+
+
 class LengthFilteredDataset:
-    """Samples of a cache whose sequences have at most `max_length` tokens, possibly truncated.
-    `name` is the dataset's, for messages. Raises `UserError` if a sample violates a policy `error`,
-    or if no sample is left.
+    """Samples of a cache within a limit, possibly truncated. `name` is the dataset's, for messages.
+    Raises `UserError` if a sample violates a policy `error`, or if no sample is left."""
 
-    Args:
-        too_long: policy for samples with a longer sequence. Truncation removes the same number of
-            tokens from all sequences of a sample, so that common prefixes stay equal.
-        untrained: policy for samples without trained tokens after truncation. None: drop samples if
-            truncation would remove trained tokens, since comparisons need complete answers.
-    """
-
-    def __init__(
-        self,
-        cache: SampleCache,
-        max_length: int,
-        too_long: TooLong,
-        untrained: Policy | None,
-        name: str,
-    ):
+    def __init__(self, cache: SampleCache, limit: LengthLimit, name: str):
         self._cache = cache
-        self._too_long = too_long
-        self._untrained = untrained
-        self.max_length = max_length
+        self._limit = limit
+        max_length = limit.max_length
         self.report: Report = copy.deepcopy(cache.report)
         """Report of the cache, updated for samples that are too long."""
         lengths = cache.lengths
@@ -77,12 +132,12 @@ class LengthFilteredDataset:
         return len(self._indices)
 
     def sample(self, index: int) -> EncodedRow:
-        return self._truncate(self._cache.sample(int(self._indices[index])))
+        return self._limit.truncate(self._cache.sample(int(self._indices[index])))
 
     def sequence_positions(self) -> Array:
         """Return the window positions of each sample's sequences, (n_samples, n_sequences)."""
         lengths = self._cache.sequence_lengths[self._indices]
-        n_excess = np.maximum(lengths.max(axis=1, keepdims=True) - self.max_length, 0)
+        n_excess = np.maximum(lengths.max(axis=1, keepdims=True) - self._limit.max_length, 0)
         positions: Array = np.maximum(lengths - n_excess - 1, 0)
         return positions
 
@@ -120,18 +175,14 @@ class LengthFilteredDataset:
         if dropped > MANY_TOO_LONG * self.report.rows:
             yield (
                 f"{dropped:,} of {self.report.rows:,} rows ({dropped / self.report.rows:.1%}) are "
-                f"dropped because they have more than {self.max_length:,} tokens; increase "
+                f"dropped because they have more than {self._limit.max_length:,} tokens; increase "
                 "--training.seq_len"
                 + (
-                    f", or set --dataloader.too_long {self._truncations}"
-                    if self._too_long == "drop"
+                    f", or set --dataloader.too_long {self._limit.truncations}"
+                    if self._limit.too_long == "drop"
                     else ""
                 )
             )
-
-    @property
-    def _truncations(self) -> str:
-        return "truncate_left" if self._untrained is None else "truncate_left or truncate_right"
 
     def _count_dropped(self, dropped: Sequence[tuple[int, Dropped]], keep: Array) -> None:
         """Count rows without a kept sample as dropped, and dropped samples of other rows in
@@ -157,13 +208,8 @@ class LengthFilteredDataset:
         where = self._cache.describe(index)
         sample = self._cache.sample(index)
         report = self.report
-        limit = (
-            f"{self.max_length:,} fit"
-            if self._untrained is None
-            else f"a window holds {self.max_length:,}"
-        )
-        size = f"{length:,} tokens, {limit}"
-        result = self._truncate_or_drop(sample, where, size)
+        size = self._limit.size_in_words(length)
+        result = self._limit.apply(sample, where)
         report.tokens -= sample.n_tokens
         report.trained_tokens -= sample.n_trained
         if isinstance(result, Dropped):
@@ -172,41 +218,6 @@ class LengthFilteredDataset:
         report.trained_tokens += result.n_trained
         report.truncated.add(where, size)
         return None
-
-    def _truncate_or_drop(self, sample: EncodedRow, where: str, size: str) -> EncodedRow | Dropped:
-        if self._too_long == "error":
-            comma = " or" if self._untrained is None else ","
-            raise UserError(
-                f"{where}: {size}; set --dataloader.too_long to drop{comma} {self._truncations}"
-            )
-        if self._too_long == "drop":
-            return Dropped("too_long", size)
-        if sample.images:
-            return Dropped("too_long", f"{size}, and a sample with images is not cut")
-        truncated = self._truncate(sample)
-        if self._untrained is None:
-            is_incomplete = truncated.n_trained < sample.n_trained
-            return (
-                Dropped("too_long", f"{size}, and its answers alone are too long")
-                if is_incomplete
-                else truncated
-            )
-        if truncated.n_trained:
-            return truncated
-        why = f"it has no trained tokens after truncation ({size})"
-        if self._untrained == "error":
-            raise UserError(f"{where}: {why}; set --dataloader.untrained drop to skip such rows")
-        return Dropped("untrained", why)
-
-    def _truncate(self, sample: EncodedRow) -> EncodedRow:
-        n_excess = max(len(part.ids) for part in sample.parts) - self.max_length
-        if n_excess <= 0:
-            return sample
-        kept = slice(n_excess, None) if self._too_long == "truncate_left" else slice(-n_excess)
-        parts = (
-            part._replace(ids=part.ids[kept], trained=part.trained[kept]) for part in sample.parts
-        )
-        return sample._replace(parts=tuple(parts))
 
 
 _IN_FILE = re.compile(r"( \(.*\))?(:\d+|, (row|element) \d+)?(, sample \d+)?")

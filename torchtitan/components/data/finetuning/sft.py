@@ -162,14 +162,24 @@ class SFTDataLoader(PlannedDataLoader):
 
         def for_validation(self, dataset: str) -> "SFTDataLoader.Config | None":
             """Return the base class's config without weights: all datasets are read equally
-            often."""
+            often. Streams, whose sizes are unknown, get equal weights."""
             config = PlannedDataLoader.Config.for_validation(self, dataset)
-            return config and dataclasses.replace(
-                config, weights=[], weight_schedule=[], max_epochs=[]
-            )
+            if config is None:
+                return None
+            has_weights = self.stream == "all" and len(config.dataset) > 1
+            weights = [1.0] * len(config.dataset) if has_weights else []
+            return dataclasses.replace(config, weights=weights, weight_schedule=[], max_epochs=[])
 
     config: Config
     kind = "sft"
+
+    @staticmethod
+    def positions_of(row: EncodedRow) -> int:
+        return len(row.ids) - 1
+
+    @staticmethod
+    def positions_of_window(seq_len: int) -> int:
+        return seq_len
 
     def plan(
         self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any

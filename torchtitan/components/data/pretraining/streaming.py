@@ -8,11 +8,11 @@ the block again. In a mixture, the datasets of a node take turns, window by wind
 own position; of local data, a node reads every n-th window of its order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
@@ -37,6 +37,8 @@ from torchtitan.components.data.workers import Workers
 from torchtitan.components.tokenizer import ArrayEncoder, DifferentIds, Tokenizer
 from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.logging import logger
+
+T = TypeVar("T")
 
 DOCUMENTS_PER_ENCODING = 64
 
@@ -102,7 +104,7 @@ class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
         kind = StreamFeed if isinstance(data, StreamSource) else TokensFeed
         return kind(self, data, node, n_nodes)  # type: ignore[arg-type]
 
-    def make_batch(self, samples: Sequence[Sample]) -> Batch:
+    def make_batch(self, samples: Sequence[Any]) -> Batch:
         """Return a batch of at most B samples, with padding."""
         layout = self.layout
         padding = padding_sample(layout.seq_len, document_mask=layout.document_mask)
@@ -112,9 +114,10 @@ class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
 class Feed(Protocol):
     """Windows of one dataset for one node."""
 
-    def windows(self, position: Any | None) -> Iterator[tuple[Sample, Any]]:
+    def windows(self, position: Any | None) -> Iterator[tuple[Any, Any]]:
         """Yield samples from a position on (None: the beginning), with the position after each, as
-        JSON-serializable values."""
+        JSON-serializable values. A sample is what `PackedStream.make_batch` takes: a pair of values
+        and of numbers of documents."""
 
 
 class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
@@ -152,7 +155,7 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
 
     def _next_batch(self) -> Batch:
         layout = self._layout
-        samples: list[Sample] = []
+        samples: list[Any] = []
         while len(samples) < layout.local_batch_size:
             number = int(self._turns[self._turn % len(self._turns)])
             window = next(self._windows[number], None)
@@ -165,11 +168,11 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
             raise StopIteration
         return self._dataset.make_batch(samples)
 
-    def _numbered(self, sample: Sample, number: int) -> Sample:
+    def _numbered(self, sample: Any, number: int) -> Any:
         """Return a sample whose documents' numbers are unique over all datasets."""
-        values, (first, last) = sample
+        values, documents = sample
         n_sets = len(self._feeds)
-        return values, (first * n_sets + number, last * n_sets + number)
+        return values, tuple(document * n_sets + number for document in documents)
 
 
 class TokensFeed:
@@ -319,14 +322,7 @@ class StreamFeed:
         """Return the tokens of each document; None for one without any."""
         encoder = self.dataset.encoder
         visible = [text if text.strip() else "" for text in texts]
-        try:
-            encoded = encoder.encode_documents(visible, *self._wrapping)
-        except DifferentIds as error:
-            logger.warning(
-                f"{error.warning}; earlier documents of this run may have had other "
-                "ids, so a position saved before may be at another token"
-            )
-            encoded = encoder.encode_documents(visible, *self._wrapping)
+        encoded = twice_if_different(lambda: encoder.encode_documents(visible, *self._wrapping))
         return [
             ids if text and len(ids) else None for text, ids in zip(visible, encoded, strict=True)
         ]
@@ -335,6 +331,18 @@ class StreamFeed:
         return (
             position.block * self.dataset.order.block_size + position.document
         ) * self.n_nodes + self.node
+
+
+def twice_if_different(encode: Callable[[], T]) -> T:
+    """Return the result of `encode`, called again, with a warning, if it raises `DifferentIds`."""
+    try:
+        return encode()
+    except DifferentIds as error:
+        logger.warning(
+            f"{error.warning}; earlier documents of this run may have had other ids, so a position "
+            "saved before may be at another token"
+        )
+        return encode()
 
 
 @contextmanager
@@ -384,12 +392,7 @@ class StreamBatches(BatchIterator):
         self._tokenizer = tokenizer
         self._order = order
         self._workers_state: dict[str, Any] | None = None
-        data = [
-            [one.dataset.path, one.dataset.name, one.split, one.text_column]
-            if isinstance(one, StreamSource)
-            else one.key
-            for one in sets
-        ]
+        data = [one.key for one in sets]
         windowing = [layout.seq_len, order.shuffle, order.block_size]
         encoding = [tokenizer.fingerprint, document_wrapping(tokenizer)]
         is_alone = len(sets) == 1  # its name is older than mixtures

@@ -232,12 +232,19 @@ class _EmbeddedPart(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSource:
-    """Documents of one split of a registered dataset."""
+    """Documents or rows of one split of a dataset on the hub."""
 
     name: str
-    dataset: HubDataset
+    dataset: HubDataset | ChatDataset
     split: str
-    text_column: str
+    text_column: str = ""
+    """Column of the documents; empty: rows are read."""
+
+    @property
+    def key(self) -> list[str | None]:
+        """Names that are equal for the same data."""
+        revision = [self.dataset.revision] if self.dataset.revision else []
+        return [self.dataset.path, self.dataset.name, self.split, self.text_column, *revision]
 
     def open(self) -> Any:
         """Return a `datasets.IterableDataset` of the text column.
@@ -337,6 +344,18 @@ def hub_repositories(datasets: Iterable[str]) -> list[str]:
     registered = {*DOCUMENTS.registered, *CHAT_DATASETS.registered}
     named = [hub_name(dataset) for dataset in datasets if dataset not in registered]
     return list(dict.fromkeys(name.repository for name in named if name))
+
+
+def resolve_rows(dataset: str, split: str = "train") -> Source | StreamSource:
+    """Return the rows of a fine-tuning dataset: a stream if it is on the hub, otherwise as by
+    `resolve_source`, with the same errors."""
+    registered = CHAT_DATASETS.registered.get(dataset)
+    if registered is None and dataset not in CHAT_DATASETS.embedded:
+        if named := hub_name(dataset):
+            return StreamSource(name=dataset, dataset=_on_hub(named, False), split=named.split)
+    elif registered and registered.on_hub() and split in registered.splits:
+        return StreamSource(name=dataset, dataset=registered, split=split)
+    return resolve_source(dataset, split=split, catalog=CHAT_DATASETS)
 
 
 def resolve_source(

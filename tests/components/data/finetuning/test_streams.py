@@ -1,0 +1,242 @@
+"""Streamed rows of fine-tuning: the samples of copied data, exact resumption, and mixtures."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan.components.data import PromptDataLoader, SFTDataLoader
+from torchtitan.components.data.finetuning.preference import (
+    AnswerDataLoader,
+    PreferenceDataLoader,
+    RewardDataLoader,
+)
+from torchtitan.components.data.finetuning.prompts import PromptStreamDataLoader
+from torchtitan.components.data.finetuning.streams import RowStreamDataLoader
+from torchtitan.components.data.plan import ShuffleSampler
+from torchtitan.components.data.sources.source import resolve_rows
+from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.experiments.loss_sampling.sampler import LossSampler
+from torchtitan.tools.errors import UserError
+
+datasets = pytest.importorskip("datasets")
+
+TOKENIZER = PretrainedTokenizer.Config().build()
+
+
+def sft_row(name: str, number: int) -> dict[str, Any]:
+    return {"ask": f"{name} {number}?", "say": "Yes. " * (1 + number % 5)}
+
+
+def pair_row(name: str, number: int) -> dict[str, Any]:
+    return {"prompt": f"{name} {number}?", "chosen": "Yes." * (1 + number % 3), "rejected": "No."}
+
+
+def write(folder: Path, rows: list[dict[str, Any]], n_files: int = 2) -> None:
+    folder.mkdir()
+    for number in range(n_files):
+        text = "\n".join(map(json.dumps, rows[number::n_files]))
+        (folder / f"train-{number:05d}-of-{n_files:05d}.jsonl").write_text(text)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose subfolders `datasets` reads in place of the repositories `hub/NAME`."""
+    folder = tmp_path / "repositories"
+    folder.mkdir()
+    read = datasets.load_dataset
+
+    def load(path: str, name: str | None = None, **options: Any) -> Any:
+        return read(str(folder / path.removeprefix("hub/")), name, **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for name in ("one", "two"):
+        write(folder / name, [sft_row(name, number) for number in range(23)])
+    write(folder / "pairs", [pair_row("pairs", number) for number in range(23)])
+    return folder
+
+
+def config_of(kind: Any, names: list[str], folder: Path, **options: Any) -> Any:
+    own = {"columns": ["prompt=ask", "completion=say"]} if kind is SFTDataLoader else {}
+    values = {"chat_template": "alpaca", "cache_dir": str(folder), **own, **options}
+    return kind.Config(dataset=names, **values)
+
+
+def build(config: Any, **runtime: Any) -> Any:
+    return config.build(tokenizer=TOKENIZER, **{"seq_len": 128, "local_batch_size": 2, **runtime})
+
+
+def plain(batch: Any) -> list[Any]:
+    """Return what two equal batches have in common, as lists."""
+    return [
+        batch[name] if isinstance(batch[name], list) else batch[name].tolist()
+        for name in sorted(batch)
+        if name != "attention"
+    ]
+
+
+def read_all(loader: Any) -> list[Any]:
+    batches = []
+    while (batch := next(loader, None)) is not None and not loader.exhausted:
+        batches.append(batch)
+    loader.close()
+    return batches
+
+
+def samples_in(batches: list[Any]) -> Counter[tuple[Any, ...]]:
+    """Return the tokens and labels of all documents, or the prompts, without padding."""
+    found: Counter[tuple[Any, ...]] = Counter()
+    for batch in batches:
+        if "prompts" in batch:
+            found.update(tuple(prompt) for prompt in batch["prompts"] if prompt)
+            continue
+        bounds = batch["attention"].cu_seqlens.tolist()
+        for first, last in zip(bounds, bounds[1:], strict=False):
+            labels = tuple(batch.get("labels", batch["input"]).flatten()[first:last].tolist())
+            ids = tuple(batch["input"].flatten()[first:last].tolist())
+            if any(label != -100 for label in labels) and any(ids):
+                found[ids, labels] += 1
+    return found
+
+
+STREAMED = {"stream": "all", "shuffle_buffer": 7}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (SFTDataLoader, "hub/one"),
+        (PreferenceDataLoader, "hub/pairs"),
+        (AnswerDataLoader, "hub/pairs"),
+        (RewardDataLoader, "hub/pairs"),
+        (PromptDataLoader, "hub/pairs"),
+    ],
+)
+def test_streams_have_the_samples_of_copies(
+    hub: Path, tmp_path: Path, kind: Any, name: str, ranks: int
+) -> None:
+    copied = samples_in(read_all(build(config_of(kind, [name], tmp_path), epochs=1)))
+    config = config_of(kind, [name], tmp_path, **STREAMED)
+    batches: list[Any] = []
+    for rank in range(ranks):
+        loader = build(config, epochs=1, dp_rank=rank, dp_world_size=ranks)
+        assert isinstance(loader, RowStreamDataLoader)
+        batches += read_all(loader)
+    assert samples_in(batches) == copied
+    assert copied.total() == (46 if "pairs" in name and kind is not PromptDataLoader else 23)
+
+
+@pytest.mark.parametrize("kind", [SFTDataLoader, PreferenceDataLoader, PromptDataLoader])
+def test_resumption_is_exact(hub: Path, tmp_path: Path, kind: Any) -> None:
+    """In a mixture of two streams and a local file: at the ends, and within and between blocks."""
+    local = tmp_path / "local.jsonl"
+    make = sft_row if kind is SFTDataLoader else pair_row
+    local.write_text("\n".join(json.dumps(make("local", number)) for number in range(11)))
+    names = ["hub/one" if kind is SFTDataLoader else "hub/pairs", "hub/two", str(local)]
+    if kind is not SFTDataLoader:
+        write(hub / "others", [pair_row("others", number) for number in range(9)])
+        names[1] = "hub/others"
+    weights = {"weights": [2.0, 1.0, 1.0]} if kind is SFTDataLoader else {}
+    config = config_of(kind, names, tmp_path, **STREAMED, **weights)
+    whole = build(config, epochs=2)
+    batches, states = [], [json.loads(json.dumps(whole.state_dict()))]
+    for batch in whole:
+        batches.append(plain(batch))
+        states.append(json.loads(json.dumps(whole.state_dict())))
+    assert len(batches) > 5
+    for place in (1, 2, len(batches) // 2, len(batches) - 1, len(batches)):
+        again = build(config, epochs=2)
+        again.load_state_dict(states[place])
+        assert [plain(batch) for batch in again] == batches[place:]
+
+
+def test_epochs_and_buffers_are_shuffled_and_packed(hub: Path, tmp_path: Path) -> None:
+    config = config_of(SFTDataLoader, ["hub/one"], tmp_path, stream="all")
+    batches = read_all(build(config, local_batch_size=1, epochs=2))
+    windows = [tuple(batch["input"].flatten().tolist()) for batch in batches]
+    n_windows = len(windows) // 2
+    copied = build(config_of(SFTDataLoader, ["hub/one"], tmp_path), local_batch_size=1, epochs=1)
+    assert n_windows == copied.n_samples  # packed as well as a copy
+    assert windows[:n_windows] != windows[n_windows:]
+    loader = build(config)
+    rows = [row for batch in batches for row in batch["documents"]]
+    names = [name for row in rows for name in loader.document_names(row)]
+    assert len(set(names)) == 23 and Counter(names).most_common()[-1][1] == 2
+    in_order = ShuffleSampler.Config(shuffle=False)
+    options = {"packing": "none", "sampler": in_order, "stream": "all", "shuffle_buffer": 4}
+    ordered = read_all(build(config_of(SFTDataLoader, ["hub/one"], tmp_path, **options), epochs=1))
+    found = [number for batch in ordered for number in batch["documents"].flatten().tolist()]
+    assert found == [*range(23), -1]
+
+
+def test_shares_of_datasets_can_change(hub: Path, tmp_path: Path) -> None:
+    names = ["hub/one", "hub/two"]
+    config = config_of(SFTDataLoader, names, tmp_path, **STREAMED, weights=[3.0, 1.0])
+    loader = build(config, local_batch_size=4)
+    first = [loader.datasets_of(next(loader))[:, 0].sum().item() for _ in range(5)]
+    assert first == [1] * 5  # of four windows, one is of the second dataset
+    loader.set_weights([0.0, 1.0])
+    assert loader.datasets_of(next(loader))[:, 0].tolist() == [1] * 4
+    pairs = build(config_of(PreferenceDataLoader, ["hub/pairs"], tmp_path, **STREAMED))
+    with pytest.raises(UserError, match="has no weights of datasets"):
+        pairs.set_weights([1.0])
+
+
+def test_rows_are_filtered_and_counted(
+    hub: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [sft_row("mixed", number) for number in range(8)]
+    rows += [{"ask": "long", "say": "word " * 200}, {"ask": "", "say": ""}]
+    write(hub / "mixed", rows, n_files=1)
+    for options in ({}, {"too_long": "truncate_right"}, {"min_tokens": 25}):
+        copied = build(config_of(SFTDataLoader, ["hub/mixed"], tmp_path, **options), epochs=1)
+        samples = samples_in(read_all(copied))
+        lines = list(copied.samples.sets[0].report.lines())
+        config = config_of(SFTDataLoader, ["hub/mixed"], tmp_path, stream="all", **options)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            assert samples_in(read_all(build(config, epochs=1))) == samples
+        assert lines[0] in caplog.text
+    for options, message in (
+        ({"too_long": "error"}, "hub/mixed, row 9: .* tokens, a window holds 129; set"),
+        ({"empty": "error"}, "hub/mixed, row 10: .*set --dataloader.empty drop"),
+        ({"min_tokens": 9000}, "hub/mixed has no rows left to train on: 0 of 10 rows kept"),
+    ):
+        config = config_of(SFTDataLoader, ["hub/mixed"], tmp_path, stream="all", **options)
+        with pytest.raises(UserError, match=message):
+            read_all(build(config, epochs=1))
+
+
+def test_another_revision_is_other_data(hub: Path, tmp_path: Path) -> None:
+    first, second = (
+        build(config_of(SFTDataLoader, [name], tmp_path, **STREAMED))
+        for name in ("hub/one", "hub/one@v1")
+    )
+    assert first.state_dict()["data"] != second.state_dict()["data"]
+    first.close()
+
+
+def test_validation_data_is_streamed_in_order(hub: Path, tmp_path: Path) -> None:
+    options = {**STREAMED, "weights": [1.0, 2.0]}
+    config = config_of(SFTDataLoader, ["hub/one", "hub/two"], tmp_path, **options)
+    found = config.for_validation("hub/two[validation]")
+    assert (found.stream, found.weights, found.sampler.shuffle) == ("all", [], False)
+    [(source, _)] = [(resolve_rows(name, found.split), name) for name in found.dataset]
+    assert source.split == "validation"  # type: ignore[union-attr]
+
+
+def test_what_streams_cannot_do_is_refused(hub: Path, tmp_path: Path) -> None:
+    def refused(message: str, names: list[str] | None = None, **options: Any) -> None:
+        config = config_of(SFTDataLoader, names or ["hub/one"], tmp_path, stream="all", **options)
+        with pytest.raises(UserError, match=message):
+            build(config)
+
+    refused("dataloader.weights 1 1", ["hub/one", "hub/two"])
+    refused("without a sampler that chooses them", sampler=LossSampler.Config())
+    refused("pack_chunk 5 cannot be combined with --dataloader.stream all", pack_chunk=5)
+    refused("max_epochs", max_epochs=[2.0])
+    refused("shuffle_buffer is 0", shuffle_buffer=0)
+    assert PromptDataLoader.stream_class is PromptStreamDataLoader

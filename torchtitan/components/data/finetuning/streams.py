@@ -1,0 +1,394 @@
+"""Rows of fine-tuning data that are streamed during training.
+
+Each rank and worker, a "node", reads its own part of each dataset, block by block, as in
+`torchtitan.components.data.pretraining.streaming`. The rows of a block are encoded, filtered and
+packed together. A node's position is the stream's state before the block and the number of windows
+taken from it; resuming reads and packs the block again.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from torchtitan.components.chat_template import ChatTemplate
+from torchtitan.components.data.base import NO_DOCUMENT, Batch, Layout
+from torchtitan.components.data.dataloader import WindowsDataLoader
+from torchtitan.components.data.disk_cache import data_digest
+from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, RowEncoder
+from torchtitan.components.data.finetuning.filters import Dropped, FilterConfig
+from torchtitan.components.data.finetuning.row_batches import BatchEncoder, EncodedBatch
+from torchtitan.components.data.finetuning.row_formats import RowFormat
+from torchtitan.components.data.finetuning.samples import LengthLimit, Windows
+from torchtitan.components.data.plan import ShuffleSampler
+from torchtitan.components.data.plan.packing import PACKINGS
+from torchtitan.components.data.pretraining.order import check_cycle, permute
+from torchtitan.components.data.pretraining.streaming import (
+    Feed,
+    PackedStream,
+    StreamBatches,
+    StreamFeed,
+    StreamOrder,
+    StreamPosition,
+    twice_if_different,
+)
+from torchtitan.components.data.report import Report, no_rows_left_error
+from torchtitan.components.data.sources.rows import Row
+from torchtitan.components.data.sources.source import Source, StreamSource
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
+
+NOT_STREAMED = ("encoding_processes", "pack_chunk", "weight_schedule", "max_epochs")
+"""Options that need all rows, or that a block of a stream replaces."""
+
+
+def check_stream(config: Any) -> None:
+    """Raise `UserError` for options of a `PlannedDataLoader.Config` that streams do not have."""
+    name = "--dataloader.stream all"
+    if config.loader.stream_class is None:
+        raise UserError(
+            f"{name}: {config.loader.__qualname__} does not stream rows with images; set "
+            "--dataloader.stream none, which copies the data first"
+        )
+    if type(config.sampler) is not ShuffleSampler.Config:
+        raise UserError(
+            f"{name} reads rows in the order of the stream, without a sampler that chooses them; "
+            "use the sampler `shuffle`, or set --dataloader.stream none"
+        )
+    defaults = {one.name: one for one in dataclasses.fields(config)}
+    for option in set(NOT_STREAMED) & set(defaults):
+        value, default = getattr(config, option), defaults[option].default
+        if value != (default if default is not dataclasses.MISSING else []):
+            raise UserError(
+                f"--dataloader.{option} {value} cannot be combined with {name}; remove one"
+            )
+    if "weights" not in defaults or len(config.dataset) == 1:
+        return
+    if not (weights := config.weights):
+        ones = " ".join(["1"] * len(config.dataset))
+        raise UserError(
+            "the sizes of streams are unknown: give the share of each dataset, "
+            f"--dataloader.weights {ones}"
+        )
+    check_cycle(weights)
+
+
+class RowKind(Protocol):
+    """The loader of rows without streams, which knows the form of their windows."""
+
+    @staticmethod
+    def max_length(seq_len: int) -> int: ...
+
+    @staticmethod
+    def positions_of(row: EncodedRow) -> int: ...
+
+    @staticmethod
+    def positions_of_window(seq_len: int) -> int: ...
+
+    @staticmethod
+    def collate(windows: Windows, seq_len: int) -> Batch: ...
+
+
+class RowsConfig(Protocol):
+    """The configuration of rows: what streams need of `PlannedDataLoader.Config`."""
+
+    @property
+    def loader(self) -> type[RowKind]: ...
+
+    def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> RowEncoder: ...
+
+    def filters(self) -> FilterConfig: ...
+
+    def length_limit(self, max_length: int) -> LengthLimit: ...
+
+    def order_key(self) -> list[Any]: ...
+
+
+class RowSet(NamedTuple):
+    """One dataset of a stream."""
+
+    name: str
+    source: StreamSource | Source
+    """A dataset on the hub, or local data, which is read in the same way."""
+    format: RowFormat
+    key: Any
+    """JSON-serializable; equal keys mean equal rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowWindows:
+    """Creation of windows from rows."""
+
+    config: RowsConfig
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    seq_len: int
+
+    @property
+    def loader(self) -> type[RowKind]:
+        """The loader of the same rows without streams."""
+        return self.config.loader
+
+    def encoder(self, format: RowFormat) -> BatchEncoder:
+        """Return an encoder of rows."""
+        config = self.config
+        return BatchEncoder(format, config.encoder(self.tokenizer, self.template), config.filters())
+
+    @property
+    def limit(self) -> LengthLimit:
+        """Limit on the length of samples."""
+        config = self.config
+        return config.length_limit(self.loader.max_length(self.seq_len))
+
+    def pack(self, rows: Sequence[EncodedRow]) -> list[np.ndarray]:
+        """Return the indices of the rows of each window."""
+        sizes = np.array([self.loader.positions_of(row) for row in rows], np.int64)
+        packing = PACKINGS[getattr(self.config, "packing", "none")]
+        return packing(sizes, self.loader.positions_of_window(self.seq_len))
+
+    def key(self) -> list[Any]:
+        """Return what windows depend on besides their rows, as JSON-serializable values."""
+        config = self.config
+        encoder = config.encoder(self.tokenizer, self.template)
+        filters = dataclasses.asdict(config.filters())
+        return [encoder.fingerprint, filters, config.order_key()]
+
+
+class RowStreamFeed(StreamFeed):
+    """Windows of a node's rows of one dataset."""
+
+    dataset: "PackedRows"
+    source: Any  # a `RowSet`'s
+
+    def __init__(self, dataset: "PackedRows", data: RowSet, node: int, n_nodes: int):
+        super().__init__(dataset, data.source, node, n_nodes)  # type: ignore[arg-type]
+        self._encoder = dataset.rows.encoder(data.format)
+        self._limit = dataset.rows.limit
+
+    def open(self) -> Any:
+        return self.source.open_rows()
+
+    def items(self, rows: dict[str, list[Any]]) -> list[Any]:
+        return [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+
+    def blocks(
+        self, position: StreamPosition
+    ) -> Iterator[tuple[int, dict[str, Any] | None, list[Row]]]:
+        """Yield each block's number, the state before it, and its rows, from the block of
+        `position` on."""
+        reader = f" of reader {self.node + 1} of {self.n_nodes}" if self.n_nodes > 1 else ""
+        size = self.dataset.order.block_size
+        for block, state, items in self._blocks(position):
+            numbers = itertools.count(block * size + 1)
+            named = [Row(f"{self.source.name}, row {next(numbers)}{reader}", row) for row in items]
+            yield block, state, named
+
+    def epoch_windows(self, position: StreamPosition) -> Iterator[tuple[Any, StreamPosition]]:
+        is_whole = position == StreamPosition(epoch=position.epoch)
+        report, n_blocks = Report(), 0
+        for block, state, rows in self.blocks(position):
+            samples = self._samples(block, rows, report)
+            n_blocks += 1
+            if n_blocks & (n_blocks - 1) == 0:  # after 1, 2, 4, 8, …
+                self._log(report)
+            windows = self._packed([row for _, row in samples], position.epoch, block)
+            first = position.document if block == position.block else 0
+            for number, window in enumerate(windows[first:], first + 1):
+                chosen = [samples[index] for index in window]
+                documents = tuple(document for document, _ in chosen)
+                after = StreamPosition(position.epoch, block, state, number)
+                yield ([row for _, row in chosen], documents), after
+        if is_whole and report.rows and not report.samples:
+            raise no_rows_left_error(self.source.name, report, [])
+        if n_blocks & (n_blocks - 1):
+            self._log(report)
+
+    def _log(self, report: Report) -> None:
+        """Log the counts of the rows that were read since the start or the last epoch."""
+        where = f"{self.source.name}, as read by {self.node + 1} of {self.n_nodes}"
+        for line in report.lines():
+            logger.info("%s: %s", where, line)
+
+    def _samples(
+        self, block: int, rows: Sequence[Row], report: Report
+    ) -> list[tuple[int, EncodedRow]]:
+        """Return the samples of a block with the numbers of their rows, and count them."""
+        first = block * self.dataset.order.block_size
+        numbers = {row.where: first + index for index, row in enumerate(rows)}
+        samples = []
+        for batch in self._encoder.batches(rows):
+            encoded = twice_if_different(lambda: self._encoder.encode(batch))  # noqa: B023
+            report.add(encoded.report)
+            for where, sample in self._fitting(encoded, report):
+                samples.append((numbers[where] * self.n_nodes + self.node, sample))
+        return samples
+
+    def _fitting(self, batch: EncodedBatch, report: Report) -> Iterator[tuple[str, EncodedRow]]:
+        """Yield the samples within the limit with the locations of their rows, and count others."""
+        for place, sample in batch.samples:
+            where = place if isinstance(place, str) else place[0]
+            kept = self._limit.apply(sample, where)
+            report.tokens -= sample.n_tokens
+            report.trained_tokens -= sample.n_trained
+            if isinstance(kept, Dropped):
+                report.samples -= 1
+                report.kept -= isinstance(place, str)
+                report.drop(where, *kept)
+                continue
+            report.tokens += kept.n_tokens
+            report.trained_tokens += kept.n_trained
+            if kept is not sample:
+                report.truncated.add(where, f"{sample.n_tokens:,} tokens")
+            yield where, kept
+
+    def _packed(self, samples: list[EncodedRow], epoch: int, block: int) -> list[np.ndarray]:
+        """Return the indices of the samples of each window, in the order of training."""
+        order = self.dataset.order
+        if not order.shuffle:
+            return sorted(self.dataset.rows.pack(samples), key=lambda window: int(window.min()))
+        key = (order.seed, order.restarts, epoch, block, self.node)
+        drawn = np.array([permute(i, len(samples), *key) for i in range(len(samples))], np.int64)
+        windows = self.dataset.rows.pack([samples[index] for index in drawn])
+        # Packing orders windows by the length of their samples.
+        places = (permute(i, len(windows), *key, 1) for i in range(len(windows)))
+        return [drawn[windows[place]] for place in places]
+
+
+class LocalRowsFeed(RowStreamFeed):
+    """Windows of a node's rows of local data: every n-th row."""
+
+    def blocks(
+        self, position: StreamPosition
+    ) -> Iterator[tuple[int, dict[str, Any] | None, list[Row]]]:
+        size = self.dataset.order.block_size
+        rows = self.source.rows(lambda n_read: None)
+        first = position.block * size * self.n_nodes + self.node
+        own = itertools.islice(rows, first, None, self.n_nodes)
+        for block in itertools.count(position.block):
+            if not (found := list(itertools.islice(own, size))):
+                return
+            yield block, None, found
+
+
+class PackedRows(PackedStream):
+    """Batches of rows."""
+
+    def __init__(self, *arguments: Any, rows: RowWindows):
+        super().__init__(*arguments)
+        self.rows = rows
+
+    def feed(self, data: Any, node: int, n_nodes: int) -> Feed:
+        is_stream = isinstance(data.source, StreamSource)
+        return (RowStreamFeed if is_stream else LocalRowsFeed)(self, data, node, n_nodes)
+
+    def make_batch(self, samples: Sequence[Any]) -> Batch:
+        layout = self.layout
+        padding: list[Any] = [([], ())] * (layout.local_batch_size - len(samples))
+        windows, documents = zip(*samples, *padding, strict=True)
+        batch = self.rows.loader.collate(windows, layout.seq_len)
+        width = max(1, *map(len, documents))
+        filled = [[*row, *[NO_DOCUMENT] * (width - len(row))] for row in documents]
+        return {**batch, "documents": torch.tensor(filled, dtype=torch.int64)}
+
+
+class RowStreamBatches(StreamBatches):
+    """Batches of rows from streams, and local data beside them; see `StreamBatches`."""
+
+    def __init__(
+        self,
+        sets: Sequence[RowSet],
+        weights: Sequence[float],
+        layout: Layout,
+        order: StreamOrder,
+        rows: RowWindows,
+    ):
+        super().__init__(sets, weights, rows.tokenizer, layout, order, rows.key())  # type: ignore
+        self._named = [one.name for one in sets]
+        self._rows = rows
+
+    def stream(self) -> PackedStream:
+        arguments = self._sets, self._weights, self._tokenizer, self._layout, self._order
+        return PackedRows(*arguments, rows=self._rows)
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(map(repr, self._named))
+
+    def describe(self, first: int, last: int) -> str:
+        n_sets, workers = len(self._sets), max(1, self._layout.num_workers)
+        number, place = divmod(first // n_sets, self._layout.dp_world_size * workers)
+        rank, worker = divmod(place, workers)
+        name = self._named[first % n_sets]
+        return f"{name}, row {number + 1} as read by worker {worker} of rank {rank}"
+
+
+class RowStreamDataLoader(WindowsDataLoader):
+    """Rows of streams, encoded, filtered and packed during training: `--dataloader.stream all`.
+    Built by the configuration of the loader of the same rows without streams, whose batches have
+    the same form. Datasets take turns by their weights, window by window; without weights, in
+    equal shares."""
+
+    config: Any
+    """A `PlannedDataLoader.Config`."""
+
+    def _open(self, seed: int, samples_per_step: int) -> None:
+        config = self.config
+        self.template = config.find_template(self._tokenizer)
+        self.dataset_names = config.dataset
+        order = StreamOrder(
+            shuffle=config.sampler.shuffle,
+            block_size=config.shuffle_buffer,
+            seed=seed,
+        )
+        rows = RowWindows(
+            config=config,
+            tokenizer=self._tokenizer,
+            template=self.template,
+            seq_len=self._layout.seq_len,
+        )
+        weights = self._weights or [1.0] * len(config.dataset)
+        self._batches = RowStreamBatches(self._sets(), weights, self._layout, order, rows)
+        self.n_samples = None
+
+    @property
+    def _weights(self) -> list[float]:
+        """Configured weights; empty for a loader without this option."""
+        return getattr(self.config, "weights", [])
+
+    def _sets(self) -> list[RowSet]:
+        config = self.config
+        found = zip(config.dataset, config.rows(), strict=True)
+        return [
+            RowSet(name, source, format, self._key(name, source, format))
+            for name, (source, format) in found
+        ]
+
+    def _key(self, name: str, source: StreamSource | Source, format: RowFormat) -> list[Any]:
+        content: Any = (
+            source.key
+            if isinstance(source, StreamSource)
+            else data_digest(self.config.source, self.config.cache_dir, name)
+        )
+        return [content, format.fingerprint]
+
+    def set_weights(self, weights: Sequence[float]) -> None:
+        if not hasattr(self.config, "weights"):
+            raise UserError(f"{self.config.loader.__qualname__} has no weights of datasets")
+        super().set_weights(weights)
+
+    def present_state(self) -> Callable[[], dict[str, Any]]:
+        state = WindowsDataLoader.state_dict(self)  # a subclass may return an earlier one
+        return lambda: state
+
+    def document_names(self, documents: torch.Tensor) -> list[str]:
+        numbers = [number for number in documents.tolist() if number != NO_DOCUMENT]
+        return [self._batches.describe(number, number) for number in numbers]
+
+    def sample_name(self, number: int) -> str:
+        """Return a sample's name in the ledger."""
+        return self._batches.describe(number, number)
