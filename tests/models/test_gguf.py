@@ -83,6 +83,24 @@ FITTING: dict[str, dict[str, Any]] = {
     "glm4": {},
     "glm4_moe": {},
     "gpt_oss": {"attention_bias": True, "layer_types": None},
+    "seed_oss": {"mlp_bias": False},
+    "ernie4_5": {},
+    "ernie4_5_moe": {"moe_layer_end_index": -1, "moe_layer_interval": 1},
+    "hunyuan_v1_dense": NO_BIAS,
+    "hunyuan_v1_moe": NO_BIAS,
+    "exaone4": {"sliding_window": None, "layer_types": ("full_attention",), "head_dim": 16},
+    "minimax_m2": {"rotary_dim": None},
+    "llama4_text": {
+        **{**NO_BIAS, "attention_chunk_size": 8192, "no_rope_layers": None, "floor_scale": 8192},
+        **{"attn_scale": 0.1, "attn_temperature_tuning": True, "use_qk_norm": True},
+        **{"no_rope_layer_interval": 4, "moe_layers": None, "num_hidden_layers": 4},
+    },
+    "lfm2": {"conv_bias": False, "layer_types": ("conv", "full_attention")},
+    "lfm2_moe": {
+        **{"conv_bias": False, "layer_types": ("full_attention", "conv", "conv")},
+        **{"use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
+    },
+    "ministral3": {"sliding_window": None},
     "deepseek_v3": {**LATENTS, "rope_interleave": True},
     "deepseek_v2": {**LATENTS, "topk_method": "greedy"},
 }
@@ -91,6 +109,8 @@ FITTING: dict[str, dict[str, Any]] = {
 
 def fitting(name: str, seed: int) -> dict[str, Any]:
     ropes = [*ROPES, LLAMA3][: 4 if name == "llama" else 3]
+    if name == "llama4_text":
+        ropes = [DEFAULT_ROPE, LINEAR_ROPE, LLAMA3]
     if name.startswith("deepseek"):
         ropes = [DEFAULT_ROPE, LATENT_YARN, {**LATENT_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}]
     rope = copy.deepcopy(ropes[seed % len(ropes)])
@@ -99,6 +119,12 @@ def fitting(name: str, seed: int) -> dict[str, Any]:
         return options
     if name in ("glm4", "glm4_moe"):
         return {**options, "rope_parameters": {**rope, "partial_rotary_factor": 0.5}}
+    if name == "exaone4" and seed == 3:  # the only size with windows
+        types = ("sliding_attention",) * 3 + ("full_attention",)
+        options |= {"num_hidden_layers": 64, "sliding_window": 16, "layer_types": types}
+    if name == "ministral3":
+        more = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": seed / 2}
+        return {**options, "rope_parameters": {**YARN, **more}}
     if name in ("gemma3_text", "olmo3"):
         local = {**DEFAULT_ROPE, "rope_theta": 100.0 if name == "gemma3_text" else 1e4}
         rope = {"full_attention": rope, "sliding_attention": local}
@@ -307,6 +333,23 @@ def test_llama_cpp_has_every_tensor():
         (
             "deepseek_v3",
             {"rope_parameters": {**LATENT_YARN, "mscale": 0.4}},
+            "but llama.cpp requires 1.0 with YaRN",
+        ),
+        ("lfm2", {"layer_types": ("conv",)}, "but llama.cpp requires convolutions and attention"),
+        (
+            "exaone4",
+            {"sliding_window": 16, "num_hidden_layers": 3, "layer_types": ("sliding_attention",)},
+            "but llama.cpp requires a window in 64 layers only",
+        ),
+        (
+            "llama4_text",
+            {"floor_scale": 9},
+            "--model.floor_scale is 9, but llama.cpp requires 8192",
+        ),
+        ("llama4_text", {"moe_layers": [0]}, "but llama.cpp requires experts in every n-th layer"),
+        (
+            "ministral3",
+            {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.0}},
             "but llama.cpp requires 1.0 with YaRN",
         ),
         (

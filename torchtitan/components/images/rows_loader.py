@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.finetuning.samples import SampleSets
+from torchtitan.components.data.finetuning.streams import RowStreamDataLoader
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.images.processor import BackEnd, ImageProcessor, preferred_back_end
 from torchtitan.components.images.rows import rows_with_images
@@ -65,7 +66,7 @@ class ImageRowsDataLoader(PlannedDataLoader):
             }
 
     config: Config
-    stream_class = None
+    stream_class: ClassVar[type[RowStreamDataLoader] | None] = None
 
     @property
     def processor(self) -> ImageProcessor:

@@ -177,6 +177,9 @@ class Experts:
     chosen: Sequence[str] = ()
     """Fields of `moe` that the file gives."""
 
+    step: bool = False
+    """The file gives n, and every n-th layer has experts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
@@ -382,6 +385,11 @@ def _n_dense(config: Any) -> int:
     return sum(not config.moe.is_sparse(index) for index in range(config.n_layers))
 
 
+def _step(config: Any) -> int:
+    """Return n if every n-th layer has experts."""
+    return next(index + 1 for index in range(config.n_layers) if config.moe.is_sparse(index))
+
+
 def _experts(architecture: Architecture, config: Any) -> dict[str, Any]:
     moe = getattr(config, "moe", None)
     if moe is None:
@@ -394,6 +402,8 @@ def _experts(architecture: Architecture, config: Any) -> dict[str, Any]:
     if moe.shared_ffn_dim:
         keys["expert_shared_feed_forward_length"] = moe.shared_ffn_dim
     chosen = architecture.experts.chosen if architecture.experts else ()
+    if architecture.experts and architecture.experts.step:
+        keys["interleave_moe_layer_step"] = _step(config)
     return keys | dict(_CHOICES[name](config) for name in chosen if name in _CHOICES)
 
 
@@ -430,11 +440,20 @@ def _check(architecture: Architecture, config: Decoder.Config) -> None:
         for name, must in fixed.items():
             fits = name in experts.chosen or getattr(moe, name) == must
             require_gguf(fits, f"moe.{name}", getattr(moe, name), str(must))
-        sparse = [moe.is_sparse(index) for index in range(config.n_layers)]
-        may_begin = "layer_types" in experts.chosen
-        fits = sparse == sorted(sparse) if may_begin else all(sparse)
-        must = f"experts in all layers{' after the first ones' if may_begin else ''}"
+        fits, must = _check_sparse(experts, config)
         require_gguf(fits, "moe.layer_types", moe.layer_types, must)
+
+
+def _check_sparse(experts: Experts, config: Any) -> tuple[bool, str]:
+    """Return whether an architecture computes experts in the layers of a model, and what it
+    computes."""
+    sparse = [config.moe.is_sparse(index) for index in range(config.n_layers)]
+    if experts.step:
+        steps = [any(sparse) and (i + 1) % _step(config) == 0 for i in range(config.n_layers)]
+        return any(sparse) and sparse == steps, "experts in every n-th layer"
+    if "layer_types" in experts.chosen:
+        return sparse == sorted(sparse), "experts in all layers after the first ones"
+    return all(sparse), "experts in all layers"
 
 
 def _check_parts(architecture: Architecture, config: Decoder.Config) -> None:

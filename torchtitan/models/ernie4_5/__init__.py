@@ -4,7 +4,7 @@ from typing import Any
 
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.models.ernie4_5.model import FORMAT, Ernie45Model, Ernie45MoeModel
+from torchtitan.models.ernie4_5.model import FORMAT, GGUF, Ernie45Model, Ernie45MoeModel
 from torchtitan.models.families import SMALL, Family, of_sizes
 
 _SMALL: Any = {**SMALL, "tie_embeddings": True, "rope": RoPEConfig(theta=10_000.0)}
@@ -31,6 +31,6 @@ FLAVORS = {
     ),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

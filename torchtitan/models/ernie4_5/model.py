@@ -6,6 +6,7 @@ from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.gguf import NEIGHBORS, Architecture, Experts, gguf_format
 from torchtitan.models.common.hugging_face import (
     DENSE_ROWS,
     ModelType,
@@ -107,4 +108,25 @@ FORMAT = dense_format(
     {"ernie4_5": _DENSE, "ernie4_5_moe": _EXPERTS},
     without=("model.mtp_",),
     class_rows={"ernie4_5_moe": (*rows.fused_expert_rows(), _bias("mlp.gate"))},
+)
+
+
+def _gguf_keys(config: Ernie45MoeModel.Config) -> dict[str, Any]:
+    n_shared = config.moe.n_shared_experts
+    shared = {"expert_shared_feed_forward_length": n_shared * config.expert_dim} if n_shared else {}
+    return {"interleave_moe_layer_step": 1, **shared}
+
+
+GGUF = gguf_format(
+    Architecture(name="ernie4_5", config=Ernie45Model.Config, rotation=NEIGHBORS),
+    Architecture(
+        name="ernie4_5-moe",
+        config=Ernie45MoeModel.Config,
+        rotation=NEIGHBORS,
+        experts=Experts(
+            {"norm_topk_prob": True, "selection_bias": True, "shared_ffn_dim": None},
+            chosen=("n_shared_experts", "layer_types"),
+        ),
+        keys=_gguf_keys,
+    ),
 )

@@ -6,7 +6,7 @@ from typing import Any
 from torchtitan.models.common.layer_types import one_full_of
 from torchtitan.models.common.moe.layer import SMALL_SIGMOID
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.models.exaone.model import FORMAT, Exaone4Model, ExaoneMoeModel
+from torchtitan.models.exaone.model import FORMAT, GGUF, Exaone4Model, ExaoneMoeModel
 from torchtitan.models.families import SMALL, Family, of_sizes
 
 _SMALL: Any = {
@@ -45,6 +45,6 @@ FLAVORS = {
     ),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -5,6 +5,7 @@ from typing import Any
 
 from torchtitan.models.common.blocks import PostNormBlock
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.gguf import Architecture, gguf_format, require_gguf
 from torchtitan.models.common.hugging_face import (
     DENSE_ROWS,
     ModelType,
@@ -13,7 +14,7 @@ from torchtitan.models.common.hugging_face import (
     replaced,
     write_if,
 )
-from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder
+from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder, one_full_of
 from torchtitan.models.common.moe import rows
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.rope import RoPEConfig
@@ -139,4 +140,25 @@ FORMAT = dense_format(
     {"exaone4": _DENSE, "exaone_moe": _EXPERTS},
     without=("mtp.",),
     class_rows={"exaone_moe": _CLASS_ROWS},
+)
+
+_WITH_WINDOWS = 64
+"""Layers of the only size of EXAONE 4 with windows, by which llama.cpp recognizes it."""
+
+
+def _gguf_keys(config: Exaone4Model.Config) -> dict[str, Any]:
+    has_windows, must = config.sliding_window is not None, config.n_layers == _WITH_WINDOWS
+    words = f"a window in {_WITH_WINDOWS} layers only"
+    require_gguf(has_windows == must, "sliding_window", config.sliding_window, words)
+    return {}
+
+
+GGUF = gguf_format(
+    Architecture(
+        name="exaone4",
+        config=Exaone4Model.Config,
+        any_head_width=False,
+        windows=one_full_of(4),
+        keys=_gguf_keys,
+    )
 )

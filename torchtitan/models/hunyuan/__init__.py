@@ -7,7 +7,7 @@ from typing import Any
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
-from torchtitan.models.hunyuan.model import FORMAT, HunyuanModel, HunyuanMoeModel
+from torchtitan.models.hunyuan.model import FORMAT, GGUF, HunyuanModel, HunyuanMoeModel
 
 _SMALL: Any = {**SMALL, "tie_embeddings": True, "rope": RoPEConfig(theta=10_000.0)}
 _EXPERTS = MoEConfig(n_experts=32, top_k=4, n_shared_experts=1)
@@ -30,6 +30,6 @@ FLAVORS = {
     ),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -9,6 +9,7 @@ from torch import nn
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.gguf import Architecture, Experts, gguf_format
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, replaced
 from torchtitan.models.common.moe import rows
 from torchtitan.models.common.moe.decoder import MoEDecoder
@@ -129,4 +130,16 @@ _EXPERTS = replace(
 FORMAT = dense_format(
     {"hunyuan_v1_dense": _DENSE, "hunyuan_v1_moe": _EXPERTS},
     class_rows={"hunyuan_v1_moe": rows.fused_expert_rows("gate.wg")},
+)
+
+GGUF = gguf_format(
+    Architecture(name="hunyuan-dense", config=HunyuanModel.Config),
+    Architecture(
+        name="hunyuan-moe",
+        config=HunyuanMoeModel.Config,
+        experts=Experts(
+            {"norm_topk_prob": True, "n_shared_experts": 1, "shared_ffn_dim": None},
+        ),
+        keys=lambda config: {"expert_shared_feed_forward_length": config.expert_dim},
+    ),
 )

@@ -7,7 +7,7 @@ from torchtitan.models.common.mixers import hybrid_sharding
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
-from torchtitan.models.lfm2.model import FORMAT, Lfm2Model, Lfm2MoEModel
+from torchtitan.models.lfm2.model import FORMAT, GGUF, Lfm2Model, Lfm2MoEModel
 
 _CONV, _ATTENTION = "conv", "full_attention"
 
@@ -65,7 +65,7 @@ FLAVORS = {
     ),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 SHARDING = hybrid_sharding(Lfm2Model.Config.mixers)
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=SHARDING)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

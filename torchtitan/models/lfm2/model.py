@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.gguf import Architecture, Experts, gguf_format, require_gguf
 from torchtitan.models.common.hugging_face import (
     EMBEDDING,
     ModelType,
@@ -28,7 +29,7 @@ from torchtitan.models.common.moe.rows import (
     write_dense_layers,
 )
 from torchtitan.models.common.short_conv import SHORT_CONV, SHORT_CONV_ROWS
-from torchtitan.protocols.state_dict_adapter import KeyMapping
+from torchtitan.protocols.state_dict_adapter import Concatenated, KeyMapping, Permuted
 from torchtitan.tools.errors import UserError
 
 
@@ -189,4 +190,49 @@ _MOE = replace(
 FORMAT = dense_format(
     {"lfm2": _DENSE, "lfm2_moe": _MOE},
     class_rows={"lfm2_moe": fused_expert_rows(folder="feed_forward")},
+)
+
+
+def _gguf_rows(config: Lfm2Model.Config) -> tuple[KeyMapping, ...]:
+    return (
+        KeyMapping(
+            tuple(f"layers.*.attention.in_{name}.weight" for name in "bcx"),
+            "blk.*.shortconv.in_proj.weight",
+            Concatenated(0),
+        ),
+        KeyMapping("layers.*.attention.out.weight", "blk.*.shortconv.out_proj.weight"),
+        KeyMapping(
+            "layers.*.attention.conv.weight",
+            "blk.*.shortconv.conv.weight",
+            Permuted((0, 1, 2), joined=0),
+        ),
+        KeyMapping("head.norm.weight", "token_embd_norm.weight"),
+    )
+
+
+def _gguf_keys(config: Lfm2Model.Config) -> dict[str, Any]:
+    require_gguf(not config.conv_bias, "conv_bias", True, "False")
+    types = config.layer_types
+    kinds = {types[index % len(types)] for index in range(config.n_layers)}
+    require_gguf(len(kinds) == 2, "layer_types", types, "convolutions and attention")
+    heads = [
+        config.n_kv_heads if types[index % len(types)] == "full_attention" else 0
+        for index in range(config.n_layers)
+    ]
+    return {"shortconv.l_cache": config.conv_width, "attention.head_count_kv": heads}
+
+
+_GGUF: Any = {"rows": _gguf_rows, "keys": _gguf_keys, "any_head_width": False}
+
+GGUF = gguf_format(
+    Architecture(name="lfm2", config=Lfm2Model.Config, **_GGUF),
+    Architecture(
+        name="lfm2moe",
+        config=Lfm2MoEModel.Config,
+        experts=Experts(
+            {"norm_topk_prob": True, "selection_bias": True, "shared_ffn_dim": None},
+            chosen=("scoring_func", "layer_types"),
+        ),
+        **_GGUF,
+    ),
 )

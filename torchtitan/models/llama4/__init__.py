@@ -5,7 +5,7 @@ from typing import Any
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
-from torchtitan.models.llama4.model import FORMAT, Llama4Model
+from torchtitan.models.llama4.model import FORMAT, GGUF, Llama4Model
 
 _ROUTER: Any = {"scoring_func": "sigmoid", "norm_topk_prob": False, "n_shared_experts": 1}
 _MOE = MoEConfig(n_experts=8, top_k=1, ffn_dim=192, layer_types=["dense", "sparse"], **_ROUTER)
@@ -26,6 +26,6 @@ FLAVORS = {
     ),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

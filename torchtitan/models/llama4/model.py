@@ -9,6 +9,7 @@ from torch import nn
 
 from torchtitan.models.common.attention import TemperedAttention
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.gguf import Architecture, Experts, Rotation, gguf_format, require_gguf
 from torchtitan.models.common.hugging_face import (
     DENSE_ROWS,
     ModelType,
@@ -16,6 +17,7 @@ from torchtitan.models.common.hugging_face import (
     interleaved,
     write_if,
 )
+from torchtitan.models.common.layer_types import one_full_of
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.models.common.moe.experts import InputScaledExperts
 from torchtitan.models.common.moe.rows import LOCAL_KEYS, fused_expert_rows, shared_rows
@@ -159,4 +161,39 @@ _TEXT = ModelType(
 )
 FORMAT = dense_format(
     {"llama4_text": _TEXT, "llama4": _TEXT}, without=("vision_model.", "multi_modal_projector.")
+)
+
+_MAVERICK = 128
+"""Experts of the size without norms of queries and keys, by which llama.cpp recognizes it."""
+
+
+def _gguf_keys(config: Llama4Model.Config) -> dict[str, Any]:
+    has_norm = config.moe.n_experts != _MAVERICK
+    for option, must in (
+        ("use_qk_norm", has_norm),
+        ("attn_temperature_tuning", True),
+        ("floor_scale", 8192),
+        ("attn_scale", 0.1),
+        ("sliding_window", 8192),
+    ):
+        value = getattr(config, option)
+        require_gguf(value == must, option, value, f"{must} with {config.moe.n_experts} experts")
+    return {}
+
+
+GGUF = gguf_format(
+    Architecture(
+        name="llama4",
+        config=Llama4Model.Config,
+        rotation=Rotation(neighbors=True, scalings=("llama3", "linear")),
+        windows=one_full_of(4),
+        experts=Experts(
+            {
+                **{"scoring_func": "sigmoid", "norm_topk_prob": False, "n_shared_experts": 1},
+                "shared_ffn_dim": None,
+            },
+            step=True,
+        ),
+        keys=_gguf_keys,
+    )
 )

@@ -3,7 +3,7 @@
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
-from torchtitan.models.minimax_m2.model import FORMAT, MiniMaxM2Model
+from torchtitan.models.minimax_m2.model import FORMAT, GGUF, MiniMaxM2Model
 
 FLAVORS = {
     "debugmodel": MiniMaxM2Model.Config(
@@ -17,6 +17,6 @@ FLAVORS = {
     ),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.gguf import Architecture, Experts, Rotation, Tying, gguf_format
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, replaced
 from torchtitan.models.common.moe import rows
 from torchtitan.models.common.moe.decoder import MoEDecoder
@@ -74,3 +75,16 @@ _TYPE = ModelType(
 _CLASS_ROWS = *rows.fused_expert_rows(), rows.selection_bias("mlp.e_score_correction_bias")
 
 FORMAT = dense_format({"minimax_m2": _TYPE}, class_rows={"minimax_m2": _CLASS_ROWS})
+
+GGUF = gguf_format(
+    Architecture(
+        name="minimax-m2",
+        config=MiniMaxM2Model.Config,
+        rotation=Rotation(part=True),
+        tying=Tying(copies=True),
+        experts=Experts(
+            {"norm_topk_prob": True, "selection_bias": True, "shared_ffn_dim": None},
+            chosen=("scoring_func",),
+        ),
+    )
+)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from torchtitan.models.common.attention import TemperedAttention
-from torchtitan.models.common.gguf import NEIGHBORS, Architecture, gguf_format
+from torchtitan.models.common.gguf import NEIGHBORS, Architecture, Rotation, gguf_format
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, write_if
 from torchtitan.models.common.hugging_face_rope import GROWTH, prepare_growth, write_rope
 from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder
@@ -91,6 +91,20 @@ _TEMPERED = dataclasses.replace(
 
 FORMAT = dense_format({"mistral": _ALL_LAYERS, "ministral": _SOME_LAYERS, "ministral3": _TEMPERED})
 
+
+def _gguf_growth(config: Ministral3Model.Config) -> dict[str, Any]:
+    return {
+        "attention.temperature_scale": float(config.llama_4_scaling_beta),
+        "rope.scaling.yarn_log_multiplier": 1.0,
+    }
+
+
 GGUF = gguf_format(
-    Architecture(name="llama", config=MistralModel.Config, rotation=NEIGHBORS, biased="qkvof")
+    Architecture(name="llama", config=MistralModel.Config, rotation=NEIGHBORS, biased="qkvof"),
+    Architecture(
+        name="mistral3",
+        config=Ministral3Model.Config,
+        rotation=Rotation(neighbors=True, scalings=("yarn",), yarn_factor=1.0),
+        keys=_gguf_growth,
+    ),
 )

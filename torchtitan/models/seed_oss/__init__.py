@@ -2,7 +2,7 @@
 
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
-from torchtitan.models.seed_oss.model import FORMAT, SeedOssModel
+from torchtitan.models.seed_oss.model import FORMAT, GGUF, SeedOssModel
 
 FLAVORS = {
     "debugmodel": SeedOssModel.Config(**SMALL, norm_eps=1e-6, rope=RoPEConfig(theta=10_000.0)),
@@ -15,6 +15,6 @@ FLAVORS = {
     ),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

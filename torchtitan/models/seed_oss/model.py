@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.gguf import POST_ATTENTION_NORM, Architecture, gguf_format
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 
 
@@ -30,4 +31,10 @@ FORMAT = dense_format(
             defaults={"num_key_value_heads": 8, "head_dim": 128},
         )
     }
+)
+
+GGUF = gguf_format(
+    Architecture(
+        name="seed_oss", config=SeedOssModel.Config, rows=lambda config: POST_ATTENTION_NORM
+    )
 )
