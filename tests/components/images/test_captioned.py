@@ -134,6 +134,22 @@ def check_images(data: Path, cache: Path, order: Any) -> None:
             assert np.array_equal(pixels, pixels_of(n).transpose(2, 0, 1))
 
 
+def test_another_image_under_a_name_in_the_metadata_is_noticed(tmp_path):
+    write_metadata(tmp_path)
+
+    def pixels() -> np.ndarray:
+        source = find_captions(str(tmp_path), "train", FORMAT, str(tmp_path / "cache"))
+        return open_captioned(source, FORMAT, str(tmp_path / "cache")).buckets[0].pixels.copy()
+
+    before = pixels()
+    first = next(n for n in range(len(CAPTIONS)) if SIZES[n] == FORMAT.buckets[0])
+    other = next(n for n in range(first + 1, len(CAPTIONS)) if SIZES[n] == SIZES[first])
+    (tmp_path / f"{first}.png").write_bytes(png(other))
+    after = pixels()
+    assert np.array_equal(after[0], pixels_of(other).transpose(2, 0, 1))
+    assert not np.array_equal(before[0], after[0]) and np.array_equal(before[1:], after[1:])
+
+
 def test_what_is_left_out_is_an_error_or_counted(tmp_path, caplog):
     write_metadata(tmp_path)
     (tmp_path / "1.png").write_bytes(b"no image")
@@ -153,6 +169,77 @@ def test_image_without_caption_is_an_error(tmp_path):
     (tmp_path / "heron.png").write_bytes(png(0))
     with pytest.raises(UserError, match="heron.png: it has no caption heron.txt beside it"):
         open_captioned(find_captions(str(tmp_path), "train", FORMAT), FORMAT, str(tmp_path / "c"))
+
+
+class RunsCode:
+    """A pickle that leaves a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+def leave_out_weights(file: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    save_file(dict(sorted(tensors.items())[1:]), file, metadata={"format": "pt"})
+
+
+def pickle_weights(file: Path) -> None:
+    file.unlink()
+    for name in ("pytorch_model.bin", "diffusion_pytorch_model.bin"):
+        torch.save(RunsCode(file.parents[1] / "ran"), file.parent / name)
+
+
+def name_code(file: Path) -> None:
+    path = file.parents[1] / "ran"
+    (file.parent / "evil.py").write_text(f"open({str(path)!r}, 'w')\nclass Evil: pass\n")
+    settings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    file.write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("text_encoder/model.safetensors", truncate, "text_encoder cannot be opened"),
+        ("text_encoder_2/model.safetensors", leave_out_weights, "lacks weights of T5EncoderModel"),
+        ("vae/diffusion_pytorch_model.safetensors", leave_out_weights, "lacks weights of Auto"),
+        ("text_encoder/model.safetensors", pickle_weights, "text_encoder cannot be opened"),
+        ("vae/diffusion_pytorch_model.safetensors", pickle_weights, "vae cannot be opened"),
+        ("tokenizer/tokenizer.json", truncate, "tokenizer cannot be opened"),
+        ("tokenizer_2/tokenizer_config.json", name_code, "tokenizer_2 cannot be opened"),
+        ("text_encoder/config.json", lambda file: file.write_text("[]"), "cannot be opened"),
+    ],
+)
+def test_damaged_encoders_are_named_and_run_no_code(encoders, tmp_path, file, damage, message):
+    shutil.copytree(encoders[0], tmp_path / "encoders")
+    damage(tmp_path / "encoders" / file)
+    folder = EncoderFolder(tmp_path / "encoders", T5_TOKENS, torch.float32)
+    with pytest.raises(UserError, match=message):
+        Encoders(folder)
+    assert not (tmp_path / "encoders" / "ran").exists()
+
+
+@pytest.mark.parametrize("value", ["8", [], 0, True, None, {}, 1.5])
+def test_sizes_of_encoders_have_their_types(tmp_path, value):
+    for part, key in (
+        ("text_encoder", "hidden_size"),
+        ("text_encoder_2", "d_model"),
+        ("vae", "block_out_channels"),
+    ):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "config.json").write_text(json.dumps({key: value}))
+    folder = EncoderFolder(tmp_path, T5_TOKENS, torch.float32)
+    for name in ("pooled_dim", "text_dim", "reduction"):
+        with pytest.raises(UserError, match="download the folder"):
+            getattr(folder, name)
 
 
 def test_states_are_those_of_a_pipeline_of_diffusers(encoders):

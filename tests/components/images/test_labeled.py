@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,43 @@ def test_rows_name_images_by_path_or_content(tmp_path):
         assert loader.classes == ("1", "7", "9")
         assert values(batch) == [0, 2, 8]
         assert batch["classes"].tolist() == [2, 1, 0]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_another_image_under_the_name_in_a_row_is_noticed(tmp_path, form):
+    datasets = pytest.importorskip("datasets")
+    folder = write_folder(tmp_path / "images", 3)
+    names = [f"{'odd' if k % 2 else 'even'}/{k:03}.png" for k in range(3)]
+    table = datasets.Dataset.from_dict({"image": names, "label": names})
+    rows = folder / f"rows.{form}"
+    {"jsonl": table.to_json, "parquet": table.to_parquet}[form](str(rows))
+
+    def read() -> tuple[list[int], dict[str, Any]]:
+        chosen = config(rows, tmp_path / "cache", shuffle=False)
+        return values(next(chosen.build(local_batch_size=3))), chosen.identity()
+
+    before, identity = read()
+    assert (before, identity) == read()
+    path = folder / "odd/001.png"
+    status = path.stat()
+    path.write_bytes(png(200))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    after, changed = read()
+    assert (before, after) == ([0, 1, 2], [0, 200, 2])
+    assert identity != changed  # so that a run on the old image is not resumed
+
+
+def test_an_image_that_is_repaired_is_used(tmp_path):
+    folder = write_folder(tmp_path / "images", 3)
+    names = [f"{'odd' if k % 2 else 'even'}/{k:03}.png" for k in range(3)]
+    lines = [json.dumps({"image": name, "label": name}) for name in names]
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    (folder / "odd/001.png").rename(tmp_path / "moved")
+    options = {"shuffle": False, "broken": "drop"}
+    chosen = config(folder / "rows.jsonl", tmp_path / "cache", **options)
+    assert values(next(chosen.build(local_batch_size=2))) == [0, 2]
+    (tmp_path / "moved").rename(folder / "odd/001.png")
+    assert values(next(chosen.build(local_batch_size=3))) == [0, 1, 2]
 
 
 def test_large_images_are_scaled_and_cut_and_small_ones_are_counted(tmp_path, caplog):

@@ -41,6 +41,11 @@ class CaptionFormat:
     broken: str = "error"
     """Images that cannot be read, and rows without a caption: `error` or `drop`."""
 
+    @property
+    def image_columns(self) -> list[str]:
+        """Columns with the image: the first of these that a row has."""
+        return [self.image_column, _FILE_COLUMN, _LIST_COLUMN]
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -104,16 +109,16 @@ class CaptionFolder(Part):
         raise UserError(f"{self.name} is a folder of images, whose captions are no documents")
 
 
-def find_captions(dataset: str, split: str, format: CaptionFormat) -> Source:
+def find_captions(dataset: str, split: str, format: CaptionFormat, cache_dir: str = "") -> Source:
     """Return the rows of a dataset: of the `metadata.jsonl` of a folder; of a folder of images with
     captions; otherwise of files with rows (see `resolve_source`). Raise `UserError` if there is no
     such dataset."""
     folder = searched_folder(dataset)
     if folder and (folder / METADATA).is_file():
-        return rows_of(str(folder / METADATA), split)
+        return rows_of(str(folder / METADATA), split, format.image_columns, cache_dir)
     if folder and next(_images_in(folder), None):
         return Source(dataset, [CaptionFolder(folder, format)], documents=False)
-    return rows_of(dataset, split)
+    return rows_of(dataset, split, format.image_columns, cache_dir)
 
 
 def _images_in(folder: Path) -> Iterator[Path]:
@@ -168,7 +173,7 @@ def _write(source: Source, format: CaptionFormat, folder: Path) -> str:
         source=source,
         sizes=format.buckets,
         channels=format.channels,
-        image_columns=[format.image_column, _FILE_COLUMN, _LIST_COLUMN],
+        image_columns=format.image_columns,
         text_column=format.caption_column,
         text_of=_caption,
         drops_broken=format.broken == "drop",

@@ -125,7 +125,7 @@ class CaptionedImageDataLoader(PlacedLoader):
             )
 
         def source(self, dataset: str) -> Source:
-            return find_captions(dataset, self.split, self.format)
+            return find_captions(dataset, self.split, self.format, self.cache_dir)
 
         def open(self, sources: Sequence[Source]) -> list[CaptionedImages]:
             """Return the images of each dataset, decoded if necessary. Raise `UserError` if they

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.tools.device import device_type
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, in_words, summarize_names
 from torchtitan.tools.files import read_object
 from torchtitan.tools.logging import logger
 
@@ -58,24 +58,56 @@ class EncoderFolder:
         """Pixels of an image's side for each of its latents."""
         if not self.has_autoencoder:
             return 1
-        return int(2 ** (len(self._value(_AUTOENCODER, "block_out_channels")) - 1))
+        blocks: list[object] = self._value(_AUTOENCODER, "block_out_channels", list)
+        return int(2 ** (len(blocks) - 1))
 
     @property
     def text_dim(self) -> int:
         """Width of T5's states."""
-        return int(self._value("text_encoder_2", "d_model"))
+        return int(self._value("text_encoder_2", "d_model", int))
 
     @property
     def pooled_dim(self) -> int:
         """Width of CLIP's pooled text."""
-        return int(self._value("text_encoder", "hidden_size"))
+        return int(self._value("text_encoder", "hidden_size", int))
 
-    def _value(self, part: str, key: str) -> Any:
-        """Return a value of an encoder's config.json. Raise `UserError` if it is missing."""
+    def _value(self, part: str, key: str, kind: type) -> Any:
+        """Return a value of an encoder's config.json. Raise `UserError` if it is missing, or not of
+        its kind."""
         file = self.path / part / _CONFIG
         if (value := read_object(file).get(key)) is None:
             raise UserError(f"--dataloader.encoders: {file} has no {key}; download the folder")
+        if type(value) is not kind or not value:
+            raise UserError(
+                f"--dataloader.encoders: {file} has the {key} {value!r:.60}; download the folder"
+            )
         return value
+
+    def opened(self, part: str, kind: Any, **options: Any) -> Any:
+        """Return the model in a part of the folder, on this process's device. Raise `UserError` if
+        its files cannot be read, or lack weights, which the class would draw at random."""
+        model, found = self._from_pretrained(part, kind, output_loading_info=True, **options)
+        if missing := sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]])):
+            raise UserError(
+                f"--dataloader.encoders: {self.path / part} lacks weights of {kind.__name__}: "
+                f"{summarize_names(missing)}; download the folder"
+            )
+        return model.to(device_type()).eval()
+
+    def tokenizer(self, part: str) -> Any:
+        """Return a tokenizer of the folder. Raise `UserError` if its files cannot be read, or need
+        code."""
+        from transformers import AutoTokenizer
+
+        return self._from_pretrained(part, AutoTokenizer, trust_remote_code=False)
+
+    def _from_pretrained(self, part: str, kind: Any, **options: Any) -> Any:
+        try:
+            return kind.from_pretrained(self.path / part, local_files_only=True, **options)
+        except Exception as error:  # damaged files raise various types
+            raise UserError(
+                f"--dataloader.encoders: {self.path / part} cannot be opened: {in_words(error)}"
+            ) from error
 
     def image_shape(self, pixels: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of what a model is trained on, for images of the shape `pixels`
@@ -83,7 +115,7 @@ class EncoderFolder:
         if not self.has_autoencoder:
             return tuple(pixels)
         sides = (side // self.reduction for side in pixels[1:])
-        return (int(self._value(_AUTOENCODER, "latent_channels")), *sides)
+        return (int(self._value(_AUTOENCODER, "latent_channels", int)), *sides)
 
     def shapes(self, pixels: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """Return the shape of each result for one image of the shape `pixels`."""
@@ -107,8 +139,7 @@ class EncoderFolder:
                 "latents need the package diffusers (pip install 'torchtitan[diffusion]', or "
                 "EXTRA=diffusion ./run_train.sh)"
             ) from error
-        model = AutoencoderKL.from_pretrained(self.path / _AUTOENCODER, torch_dtype=self.dtype)
-        return model.to(device_type()).eval()
+        return self.opened(_AUTOENCODER, AutoencoderKL, torch_dtype=self.dtype)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -127,7 +158,7 @@ class Encoders:
 
     def __init__(self, folder: EncoderFolder):
         try:
-            from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
+            from transformers import CLIPTextModel, T5EncoderModel
         except ImportError as error:
             raise UserError(
                 "text encoders need the package transformers (pip install 'torchtitan[diffusion]', "
@@ -136,12 +167,10 @@ class Encoders:
         self._folder = folder
         kinds: Any = {"text_encoder": CLIPTextModel, "text_encoder_2": T5EncoderModel}
         self._clip, self._t5 = (
-            kind.from_pretrained(folder.path / name, dtype=folder.dtype).to(device_type()).eval()
-            for name, kind in kinds.items()
+            folder.opened(name, kind, dtype=folder.dtype) for name, kind in kinds.items()
         )
         self._clip_tokenizer, self._t5_tokenizer = (
-            AutoTokenizer.from_pretrained(folder.path / name)
-            for name in ("tokenizer", "tokenizer_2")
+            folder.tokenizer(name) for name in ("tokenizer", "tokenizer_2")
         )
         self._vae = folder.open_autoencoder() if folder.has_autoencoder else None
         self._n_cut = 0

@@ -327,7 +327,31 @@ class ImageOpener:
     def _is_inside(self, name: str) -> bool:
         return self.folder is not None and is_file_name(name) and os.path.isfile(self.folder / name)
 
-    def _open_path(self, name: str) -> ImageFile:
+    def name_of(self, reference: object) -> str | None:
+        """Return the path in a reference; None for content and for a remote URL."""
+        while isinstance(reference, Mapping):
+            key = filled_key(reference)
+            if key is None or key in ("bytes", "data"):
+                return None
+            reference = reference[key]
+        if not isinstance(reference, str) or not is_file_name(reference):
+            return None
+        is_file_url = reference.startswith("file:")
+        if reference.startswith("data:") or (is_url(reference) and not is_file_url):
+            return None
+        is_content = reference.startswith(_BASE64_STARTS) and not self._is_inside(reference)
+        return None if is_content else reference
+
+    def file_of(self, name: str) -> Path | None:
+        """Return the file of a `name_of` result; None if `open` refuses it."""
+        try:
+            path = self._path_of(_path_in_url(name) if name.startswith("file:") else name)
+        except BrokenSample:
+            return None
+        return path if os.access(path, os.R_OK) else None
+
+    def _path_of(self, name: str) -> Path:
+        """Return the path of a regular file that may be read. Raise `BrokenSample`."""
         if not is_file_name(name):
             raise BrokenSample(f"{shortened(name)} is not a path of a file")
         if self.folder is None:
@@ -344,9 +368,14 @@ class ImageOpener:
         try:
             if not regular_file(path).exists():
                 raise BrokenSample(f"{path} does not exist")
+        except UserError as error:
+            raise BrokenSample(str(error)) from error
+        return path
+
+    def _open_path(self, name: str) -> ImageFile:
+        path = self._path_of(name)
+        try:
             content = read_regular(path, most=MOST_BYTES)
-        except BrokenSample:
-            raise
         except UserError as error:
             raise BrokenSample(str(error)) from error
         except OSError as error:

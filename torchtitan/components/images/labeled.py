@@ -15,7 +15,9 @@ from torchtitan.components.data.finetuning.conversation import BrokenSample
 from torchtitan.components.data.sources.paths import searched_folder
 from torchtitan.components.data.sources.rows import Document, OnRead, Part, Row
 from torchtitan.components.data.sources.source import Catalog, Source, StreamSource, resolve_source
+from torchtitan.components.images.named_images import WithNamedImages
 from torchtitan.components.images.pixel_rows import PixelRows
+from torchtitan.tools.digests import cache_root
 from torchtitan.tools.durable import new_file
 from torchtitan.tools.errors import UserError
 
@@ -94,20 +96,22 @@ class FolderPart(Part):
         raise UserError(f"{self.name} is a folder of images, which have no text")
 
 
-def find_source(dataset: str, split: str, format: ImageFormat) -> Source:
+def find_source(dataset: str, split: str, format: ImageFormat, cache_dir: str = "") -> Source:
     """Return the rows of a dataset: of a folder with a folder of images for each class; otherwise
     of files with rows (see `resolve_source`). Raise `UserError` if there is no such dataset."""
     folder = searched_folder(dataset)
     if folder and next(_images_in(Path(folder)), None):
         return Source(dataset, [FolderPart(Path(folder), format)], documents=False)
-    return rows_of(dataset, split)
+    return rows_of(dataset, split, [format.image_column], cache_dir)
 
 
-def rows_of(dataset: str, split: str) -> Source:
-    """Return the rows of files of a dataset. Raise `UserError` if there is no such dataset."""
+def rows_of(dataset: str, split: str, image_columns: Sequence[str], cache_dir: str) -> Source:
+    """Return the rows of files of a dataset, which may name images. Raise `UserError` if there is
+    no such dataset."""
     source = resolve_source(dataset, split=split, catalog=_NO_CATALOG)
     assert not isinstance(source, StreamSource), "the catalog has none"
-    return source
+    root = cache_root(cache_dir)
+    return source.with_parts([WithNamedImages(part, image_columns, root) for part in source.parts])
 
 
 def _images_in(folder: Path) -> Iterator[Path]:

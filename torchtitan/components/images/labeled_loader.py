@@ -70,7 +70,7 @@ class LabeledImageDataLoader(PlacedLoader):
             )
 
         def source(self, dataset: str) -> Source:
-            return find_source(dataset, self.split, self.format)
+            return find_source(dataset, self.split, self.format, self.cache_dir)
 
         def open(self) -> list[LabeledImages]:
             """Return the images of each dataset, decoded if necessary. Raise `UserError` if they
