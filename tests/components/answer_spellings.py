@@ -249,12 +249,26 @@ PAID_BY_BOTH = [
 """The answer equals the reference."""
 
 PAID_BY_MATH = [
+    ("yes", "YES"),
+    ("Tom", "tom"),
+    ("even", "EVEN"),
+    ("Paris", "PARIS"),
+    ("x_2", "x_2"),
+    (r"\sin 2x", r"\sin(2x)"),
+    (r"\sqrt2", r"\sqrt{2}"),
     ("4", "4 * 1"),
     ("1,2,3", "x = 1, 2, 3"),
 ]
 """Only `math` reads the answer."""
 
 PAID_BY_NEITHER = [
+    ("abc", "ABC"),  # a product, and a triangle
+    ("ABE", "abe"),
+    ("2x", "x2"),  # a lost exponent or index
+    ("2x", "x 2"),
+    (r"2\pi", "π2"),
+    (r"2\pi", r"\pi 2"),
+    ("2(x+1)", "(x+1)2"),
     ("4", r"(\boxed{4}, \boxed{4})"),
     ("4", r"x, y = \boxed{4}, \boxed{4}"),
     ("4", r"\boxed{4}, \boxed{4}, \boxed{5}"),

@@ -6,6 +6,8 @@ import importlib.util
 import json
 import random
 import re
+import subprocess
+import sys
 import threading
 from fractions import Fraction
 from unittest import mock
@@ -707,6 +709,21 @@ def test_a_comparison_that_takes_too_long_is_ended_and_the_next_one_works(caplog
     reward._seconds = 60
     assert reward(r"\sqrt{27}", r"3\sqrt{3}") == 1
     reward.close()
+
+
+def test_time_of_other_programs_does_not_count():
+    """A comparison that waits, as on a busy machine, is not ended."""
+    pytest.importorskip("math_verify")
+    code = (
+        "import time\n"
+        "from torchtitan.components.rollout import math_process\n"
+        "math_process.are_equal = lambda gold, answer: time.sleep(1) is None\n"
+        "math_process.main()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], input='[0.5, "a", "b"]\n', capture_output=True, text=True
+    )
+    assert ended.stdout.split() == ['""', "true"]
 
 
 def test_math_works_off_the_main_thread_and_in_asyncio(math):

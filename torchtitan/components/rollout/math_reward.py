@@ -28,7 +28,7 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 _SECONDS = 5.0
-"""Time of a comparison of two formulas."""
+"""Processor time of a comparison of two formulas."""
 
 _MAX_FORMULA = 300  # characters
 
@@ -38,9 +38,10 @@ _RELATION = re.compile(r"[<>=≤≥≠≈∈]|\\(?:leq?|geq?|neq?|lt|gt|in|appro
 _UNION = re.compile(r"\\cup(?![A-Za-z])|∪")
 _FORMULA_AT_END = re.compile(r"(?:\$([^$]+)\$|\\\(([^$]+?)\\\))[\s.]*\Z")
 
+_SYMBOLS = "pi|alpha|beta|gamma|delta|epsilon|theta|lambda|mu|phi|omega|rho|sigma|tau"
 _COMMANDS = (
-    r"\\(?:[dt]?frac|sqrt|pi|cdot|times|div|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log|"
-    r"exp|infty|alpha|beta|gamma|delta|epsilon|theta|lambda|mu|phi|omega|rho|sigma|tau|binom|"
+    r"\\(?:[dt]?frac|sqrt|cdot|times|div|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|ln|log|"
+    rf"exp|infty|binom|{_SYMBOLS}|"
     r"begin\{[pbv]?matrix\}|end\{[pbv]?matrix\}|\\)"
     r"(?![A-Za-z])"
 )
@@ -50,10 +51,13 @@ _TOKENS = (
 _FORMULA = re.compile(rf"{_TOKENS}|[-+*/^_().{{}}!|&\[\]\s])+")
 _AMBIGUOUS = re.compile(
     r"[0-9][eE][-+]?[0-9]|[0-9]\s*\\[dt]?frac|[0-9]\s+[0-9]|[-+*/^.]\s*[*/^.]|/[^-+]*/|[0-9}]\s*_|"
-    r"(?<![0-9])(?:[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}|[0-9]{1,2}-[0-9]{1,2}-[0-9]{4})(?![0-9])"
+    r"(?<![0-9])(?:[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}|[0-9]{1,2}-[0-9]{1,2}-[0-9]{4})(?![0-9])|"
+    r"(?<![\\A-Za-z])[A-Za-z]\s*[0-9]|\)\s*[0-9]|"
+    rf"\\(?:{_SYMBOLS})\s*[0-9]"
 )
 """Powers of ten or products with e; mixed fractions or products; digits without an operator; two
-divisions; numbers in another base, which math-verify reads as decimal; dates."""
+divisions; numbers in another base, which math-verify reads as decimal; dates; a digit after a
+letter, a symbol or a bracket: a product, or an index or exponent that has lost its sign."""
 
 Kind = Literal["numbers", "time", "words", "list", "formula", "other"]
 Check = Callable[[str, str], bool]
@@ -68,8 +72,8 @@ class _Reading:
 
 class MathReward:
     """Return 1 if the answers of completion and reference are equal, else 0. Formulas are compared
-    by math-verify, in a process of its own that is ended after some seconds; a comparison without
-    result counts as unequal."""
+    by math-verify, in a process of its own that is ended after some seconds of processor time; a
+    comparison without result counts as unequal."""
 
     def __init__(self, seconds: float = _SECONDS):
         if importlib.util.find_spec("math_verify") is None:
@@ -243,8 +247,17 @@ def _folded(text: str) -> str:
     if len(words) > 1 and words[0].lower() in ("the", "a", "an"):
         words = words[1:]
     plain = " ".join(words)
-    is_symbol = len(plain) < 3 or not re.search("[aeiouy]", plain, re.IGNORECASE)
-    return plain if is_symbol and plain.lower() not in ("no", "by") else plain.casefold()
+    has_vowel = re.search("[aeiouy]", plain, re.IGNORECASE)
+    # `ABC` is a triangle, and `abc` a product, but `Tom` is `tom`
+    may_be_letters = len(plain) < 3 or not has_vowel or (len(plain) < 5 and plain.isupper())
+    is_word = plain.casefold() in _SHORT_WORDS
+    return plain if may_be_letters and not is_word else plain.casefold()
+
+
+_SHORT_WORDS = frozenset(
+    "no by yes true odd even none both all zero one two four five nine".split()
+)
+"""Words of a few letters that some texts write in capitals."""
 
 
 def _latex(text: str) -> str:
