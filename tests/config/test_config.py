@@ -7,14 +7,14 @@ import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import tyro
 import yaml
 
 from torchtitan.config import Configurable
-from torchtitan.config.configurable import leaves
+from torchtitan.config.configurable import convert, fits, leaves
 from torchtitan.config.manager import ConfigManager, registered_name
 from torchtitan.config.registry import (
     built_in_modules,
@@ -748,3 +748,16 @@ def test_a_failure_inside_tyro_is_shown_as_tyro_shows_it(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         parse("--training.steps", "3")
     assert capsys.readouterr().err == "╭─ a box ─╮\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("3", 3), (3, 3), (1, 1), (True, None), ("2", None), (3.0, None), (None, None), ([3], None)],
+)
+def test_choices_among_numbers(given, expected):
+    """On the command line they are words, as is `--dataloader.channels 3`; true is not 1."""
+    choices = Literal[1, 3]
+    assert fits(given, choices) == (expected is not None)
+    if expected is not None:
+        assert convert(given, choices) is expected
+    assert fits("3", choices, quoted=False) is False

@@ -291,7 +291,7 @@ def fits(value: object, declared: object, *, quoted: bool = True) -> bool:
     if origin in (Union, UnionType):
         return any(fits(value, argument, quoted=quoted) for argument in arguments)
     if origin is Literal:
-        return value in arguments
+        return any(_is_choice(value, argument, quoted=quoted) for argument in arguments)
     if origin in (list, tuple):
         if not quoted and not isinstance(value, list):
             return False
@@ -327,6 +327,8 @@ def convert(value: object, declared: object) -> Any:
         items = value if isinstance(value, list) else [value]
         types = _item_types(declared, len(items))
         return origin(convert(*pair) for pair in zip(items, types, strict=True))
+    if origin is Literal:
+        return next(argument for argument in arguments if _is_choice(value, argument, quoted=True))
     if declared is NoneType:
         return None
     if declared is int:
@@ -334,6 +336,13 @@ def convert(value: object, declared: object) -> Any:
     if declared in (float, str, Path):
         return declared(str(value))
     return value
+
+
+def _is_choice(value: object, choice: object, *, quoted: bool) -> bool:
+    """Return whether a value is one of the choices of a `Literal`: of its type (1 is not true), or
+    with `quoted`, its text."""
+    is_text = quoted and isinstance(value, str) and value == str(choice)
+    return is_text or type(value) is type(choice) and value == choice
 
 
 def _item_types(declared: object, n_items: int) -> Sequence[Any]:
