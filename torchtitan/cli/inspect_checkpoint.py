@@ -71,7 +71,7 @@ def _inspect(options: argparse.Namespace) -> int:
     family = import_given_package(options)
     facts, states, faults = _examine(path, family, verify=options.verify)
     _print_findings(path, facts, states, tensors=options.tensors)
-    for fault in faults or _unusable(path, family):
+    for fault in dict.fromkeys(faults or _unusable(path, family)):  # two readers may find one
         print_error("inspect", fault)
     return 3 if faults else 0
 
