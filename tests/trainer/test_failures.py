@@ -23,6 +23,7 @@ from tests.experiments.test_rl import folder, train_rl  # noqa: F401 (a fixture)
 from tests.processes import run_processes
 from tests.training import TINY, flags, read_metrics, run, tiny_config, train
 from torchtitan.components.checkpoint.ranks import Ranks
+from torchtitan.components.optim.lr_scheduler import LRScheduler
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed.connections import recorded
@@ -140,6 +141,36 @@ def test_an_exit_in_a_loss_is_named_and_the_last_step_is_saved(tmp_path, error, 
         train(tmp_path / "run", trainer_class=FailingLoss, **OPTIONS)
     assert saved_steps(tmp_path / "run") == [2]
     train(tmp_path / "run", trainer_class=OwnLoss, **OPTIONS)
+    numbers = [read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("run", "straight")]
+    assert numbers[0] == numbers[1]
+
+
+class FailingSchedule(LRScheduler):
+    """Cannot tell the rate of the step after the third one."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LRScheduler.Config):
+        fails: bool = True
+
+    def factor(self, steps_taken: int) -> float:
+        if self.config.fails and steps_taken >= 3:
+            raise ValueError("mine")
+        return 1.0
+
+
+def test_a_failing_schedule_ends_the_run_before_the_update(tmp_path):
+    """The last complete step is saved, and the run resumes once the schedule is mended."""
+
+    def run_with(name: str, *, fails: bool) -> None:
+        config = tiny_config(tmp_path / name, **OPTIONS)
+        config.lr_scheduler = FailingSchedule.Config(fails=fails)
+        run(config)
+
+    run_with("straight", fails=False)
+    with pytest.raises(ValueError, match="mine"):
+        run_with("run", fails=True)
+    assert saved_steps(tmp_path / "run") == [2]
+    run_with("run", fails=False)
     numbers = [read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("run", "straight")]
     assert numbers[0] == numbers[1]
 

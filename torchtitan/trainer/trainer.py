@@ -662,6 +662,7 @@ class Trainer(Configurable):
                 for callback in self.callbacks:
                     stack.enter_context(around_step(self, callback, step))
                 self.prepare_converters(step)
+                self.lr_scheduler.check_step(self.schedule_step)
                 outcome = self.train_step(batches)
                 self.step_failure.check_step()
             if step == first_step:

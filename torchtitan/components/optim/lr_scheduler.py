@@ -154,6 +154,11 @@ class LRScheduler(Configurable):
             return float(self.optimizer.param_groups[0]["lr"])
         return self.optimizer.config.lr * self.factor(self.steps_taken)
 
+    def check_step(self, n_steps: int) -> None:
+        """Compute what `step` will compute, so that an error of an overridden `factor` ends the run
+        before the update, when the last complete step can be saved."""
+        self.factor(self.steps_taken + n_steps)
+
     def step(self, n_steps: int = 1, *, step_size: int = 1) -> None:
         """Advance by `n_steps`, and set the learning rates of the next step, which advances by
         `step_size`."""
