@@ -11,10 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.components.images.test_remote import Server
 from tests.models.test_images import options
 from tests.tiny_vision import reference_processor, vision_folder
 from tests.training import read_metrics, train
 from torchtitan.components.data.sources.source import HubDataset, register_dataset
+from torchtitan.components.images import remote
 from torchtitan.components.images.streams import ImageStreamDataLoader
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import UserError
@@ -233,3 +235,33 @@ def test_other_data_is_refused(model: Path, tmp_path: Path, dataset: str) -> Non
     register_dataset("image-stream-chats", HubDataset(path=str(folder)))
     with pytest.raises(UserError, match="has conversations, which are not streamed"):
         list(build(config_of("image-stream-chats", columns=[]), model, epochs=1))
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_images_behind_urls_are_fetched_once(
+    workers: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only with the option; the pixels are those of the file, also in the second epoch."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    images = {f"{number}.png": [(200, bytes_of(number))] for number in (0, 2)}
+    server = Server({**images, "absent.png": [(404, b"no")]})
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = [{"caption": name, "image": server.url(name)} for name in [*images, "absent.png"]]
+    datasets.Dataset.from_list(rows).to_parquet(folder / "train.parquet")
+    name = f"image-stream-urls-{workers}"
+    register_dataset(name, HubDataset(path=str(folder)))
+    values = {"cache_dir": str(tmp_path / "cache"), "num_workers": workers, "shuffle": False}
+    with pytest.raises(UserError, match="image 1: .*/0.png' is a remote URL.*fetch_images"):
+        list(build(config_of(name, **values), model, epochs=1))
+    values |= {"fetch_images": True}
+    with pytest.raises(UserError, match="image 1: .*/absent.png'?: .*HTTP status 404"):
+        list(build(config_of(name, **values), model, epochs=1))
+    batches = list(build(config_of(name, **values, broken="drop"), model, epochs=2))
+    server.close()
+    assert server.requests == {"0.png": 1, "2.png": 1, "absent.png": 3}
+    call = reference_processor("qwen3_vl", model)
+    once = call(text=["<|image_pad|>" * 2], images=[[image_of(0), image_of(2)]])["pixel_values"]
+    found = torch.cat([batch["images"].tensors["pixel_values"] for batch in batches])
+    assert torch.equal(found, torch.as_tensor(once).float().repeat(2, 1))

@@ -100,13 +100,18 @@ def rows_with_images(
         rows: sources and their row formats.
         image_root: see `ImageOpener`.
         fetch_images: whether to fetch images behind URLs.
-        cache_dir: see `cache_root`; fetched images are in its folder `fetched`.
+        cache_dir: see `remote_images`.
     """
-    remote = RemoteImages(cache_root(cache_dir) / "fetched") if fetch_images else None
+    remote = remote_images(cache_dir) if fetch_images else None
     return [
         (source, reads_images(format, ImageOpener(folder_of(source), image_root, remote)))
         for source, format in rows
     ]
+
+
+def remote_images(cache_dir: str) -> RemoteImages:
+    """Return what fetches images behind URLs, into the folder `fetched` of a `cache_root`."""
+    return RemoteImages(cache_root(cache_dir) / "fetched")
 
 
 @dataclass

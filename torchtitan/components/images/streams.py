@@ -37,7 +37,8 @@ from torchtitan.components.images.encoder import ImageEncoder
 from torchtitan.components.images.files import ImageOpener
 from torchtitan.components.images.loader import ImageBatches
 from torchtitan.components.images.processor import BackEnd, ImageProcessor, preferred_back_end
-from torchtitan.components.images.rows import reads_images
+from torchtitan.components.images.remote import RemoteImages
+from torchtitan.components.images.rows import reads_images, remote_images
 from torchtitan.components.images.rows_loader import processor_of
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError, require
@@ -57,10 +58,14 @@ class ImageRows:
     columns: dict[str, str]
     """Ours → theirs."""
     broken: Policy
+    remote: RemoteImages | None = None
+    """Fetches images behind URLs; None: rows with URLs are broken."""
 
     def format_of(self, columns: Sequence[str]) -> RowFormat:
-        """Return the row format for these columns; images are in the rows themselves."""
-        return reads_images(find_format(columns, AUTO, self.columns, "sft"), ImageOpener(None))
+        """Return the row format for these columns; images are in the rows themselves, or behind
+        URLs."""
+        opener = ImageOpener(None, remote=self.remote)
+        return reads_images(find_format(columns, AUTO, self.columns, "sft"), opener)
 
     @cached_property
     def encoder(self) -> ImageEncoder:
@@ -89,16 +94,18 @@ class ImageStreamFeed(StreamFeed):
 
     def encode(self, items: list[Any]) -> Sequence[Any]:
         """Return the `EncodedRow` of each row; None for one that is dropped."""
-        samples = [self._convert(row) for row in items]
+        if self._format is None:
+            self._format = self.dataset.rows.format_of(list(items[0]))
+        if self._format.prefetch is not None:
+            self._format.prefetch(items)
+        samples = [self._convert(self._format, row) for row in items]
         known = [sample for sample in samples if sample is not None]
         encoded = iter(self.dataset.rows.encoder.encode_batch(known))
         return [None if sample is None else self._only(next(encoded)) for sample in samples]
 
-    def _convert(self, row: dict[str, Any]) -> Sample | None:
-        if self._format is None:
-            self._format = self.dataset.rows.format_of(list(row))
+    def _convert(self, format: RowFormat, row: dict[str, Any]) -> Sample | None:
         try:
-            sample = self._format.convert(row)
+            sample = format.convert(row)
             if not isinstance(sample, Text):
                 raise UserError(
                     f"dataset {self.source.name!r} has conversations, which are not streamed; copy "
@@ -230,6 +237,9 @@ class ImageStreamDataLoader(WindowsDataLoader):
         image_back_end: BackEnd = "auto"
         """Library that computes pixel values, which differ: pillow, torchvision, or auto
         (torchvision if it is installed and the model's processor has it)."""
+        fetch_images: bool = False
+        """Fetch images behind URLs in rows (http, https), once per host, into the cache; otherwise,
+        such rows are broken."""
 
         def validate(self) -> None:
             TokenizingDataLoader.Config.validate(self)
@@ -267,6 +277,7 @@ class ImageStreamDataLoader(WindowsDataLoader):
                 processor=processor_of(tokenizer, self.image_back_end),
                 columns=parse_columns(self.columns),
                 broken=self.broken,
+                remote=remote_images(self.cache_dir) if self.fetch_images else None,
             )
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
