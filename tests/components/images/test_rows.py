@@ -128,6 +128,14 @@ ROWS = {
         answered(IMAGE, text("or"), IMAGE),
         [2, 1],
     ),
+    "FineVision, The Cauldron": (
+        {
+            "images": [{"bytes": png(2), "path": None}],
+            "texts": [{"user": "What?", "assistant": "yes", "source": "a"}],
+        },
+        ONE,
+        [2],
+    ),
     "LLaVA": (
         {
             "id": "1",

@@ -126,6 +126,22 @@ def read_glaive(row: Cells) -> Conversation:
     )
 
 
+def read_exchanges(row: Cells) -> Conversation:
+    """Read `texts`, a list of questions with answers (The Cauldron, FineVision)."""
+    exchanges = from_json(row["texts"], "texts")
+    if exchanges in (None, []):
+        raise EmptySample("texts is empty")
+    sides = ("user", "assistant")
+    if not isinstance(exchanges, list) or not all(
+        isinstance(one, Mapping) and one.keys() >= {*sides} for one in exchanges
+    ):
+        raise BrokenSample(
+            f"texts must be a list of objects with user and assistant, not {shortened(exchanges)}"
+        )
+    turns = [_message(side, one[side]) for one in exchanges for side in sides]
+    return _answered(_conversation(row, turns))
+
+
 def read_calls(row: Cells) -> Conversation:
     """Read a question and the calls that answer it (xLAM): `query`, `answers` and `tools`."""
     answers = from_json(row["answers"], "answers")

@@ -30,6 +30,7 @@ from torchtitan.components.data.finetuning.conversions import (
     no_prompt,
     read_answers,
     read_calls,
+    read_exchanges,
     read_glaive,
     read_instruction,
     read_other_answer,
@@ -134,6 +135,7 @@ FORMATS: Sequence[RowFormat] = (
     ),
     RowFormat("query_answers", "sft", ("query", "tools", "answers"), read_calls, ("system",)),
     RowFormat("glaive", "sft", ("system", "chat"), read_glaive, ("tools",)),
+    RowFormat("texts", "sft", ("texts",), read_exchanges, _TURNS),
     RowFormat("text", "sft", ("text",), read_text),
     *(
         RowFormat(
