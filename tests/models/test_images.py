@@ -17,6 +17,7 @@ from PIL import Image, ImageOps
 
 from tests.processes import run_processes
 from tests.tiny_vision import (
+    ALL_VISION_TYPES,
     IN_ROWS,
     VISION_TYPES,
     in_projector,
@@ -40,7 +41,7 @@ NOT_EQUAL = {
 }
 SLOW = [
     pytest.param(name, marks=[pytest.mark.slow, *filter(None, [NOT_EQUAL.get(name)])])
-    for name in VISION_TYPES
+    for name in ALL_VISION_TYPES
     if name not in FAST
 ]
 
@@ -193,8 +194,9 @@ def test_loss_and_gradients_equal_those_of_the_class(
         assert ours == pytest.approx(loss, rel=1e-5)
         assert grad_norm == pytest.approx(norm(gradients.values()), rel=1e-5)
     [model] = trainer.model_parts
-    assert model.packing.mode == ("rows" if model_type in IN_ROWS else "kernel")
-    if model.packing.mode == "kernel":
+    modes = {"mistral_large4": "masks", **dict.fromkeys(IN_ROWS, "rows")}
+    assert model.packing.mode == modes.get(model_type, "kernel")
+    if model.packing.mode != "rows":
         check_that_documents_see_themselves_only(model, next(trainer.dataloader))
 
 
@@ -219,7 +221,7 @@ def test_accumulated_loss_is_the_same(folders: Any, data: Any, tmp_path: Path) -
     assert grad_norm == pytest.approx(norm(gradients.values()), rel=1e-5)
 
 
-@pytest.mark.parametrize("model_type", VISION_TYPES)
+@pytest.mark.parametrize("model_type", ALL_VISION_TYPES)
 def test_parts_of_a_model(model_type: str) -> None:
     from torchtitan.models.transformers.images import parts_of
 

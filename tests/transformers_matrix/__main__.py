@@ -18,7 +18,7 @@ from tests.models.transformers.model_types import CAUSAL, IMAGE_TEXT
 from tests.models_page import TABLE, page
 from tests.tables import Row as TableRow
 from tests.tables import as_markdown, print_table, stored_rows, write_docs
-from tests.tiny_vision import IN_ROWS, VISION_TYPES
+from tests.tiny_vision import ALL_VISION_TYPES, IN_ROWS
 from tests.transformers_matrix.mechanisms import MECHANISMS, MechanismRow, run_mechanisms
 from tests.transformers_matrix.trial import TOLERANCE, Row, run_trial
 
@@ -192,7 +192,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def images_of(model_type: str) -> str:
     """Return how a type trains on images, by `tests/models/test_images.py`."""
-    if model_type in VISION_TYPES:
+    if model_type in ALL_VISION_TYPES:
         return "rows" if model_type in IN_ROWS else "packed"
     return "untested" if model_type in IMAGE_TEXT else ""
 

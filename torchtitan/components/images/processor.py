@@ -122,8 +122,14 @@ class ImageProcessor:
         self._processor = processor
         self._tokenizer = tokenizer
         self._name = type(processor).__name__
-        self.token = getattr(processor, "image_token", None) or ""
-        token_id = tokenizer.id_of(self.token) if self.token else None
+        names = ("image_placeholder_token", "image_token")  # the first one is Qianfan-OCR's
+        self.token = next(filter(None, (getattr(processor, name, None) for name in names)), "")
+        if not self.token:
+            raise UserError(
+                f"{self._name} replaces no token, and leaves all tokens of an image to the chat "
+                "template, which is not supported; train a model of another type"
+            )
+        token_id = tokenizer.id_of(self.token)
         if token_id is None:
             raise UserError(
                 f"{self._name} writes {self.token!r} for an image, which is not one token of the "
