@@ -3,6 +3,7 @@ others."""
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,17 @@ from torchtitan.components.evaluation.validate import Validator
 from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import CompileConfig
+from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing
 from torchtitan.distributed.expert_parallel import TokenExchange
-from torchtitan.dry_run.memory_tracker import MemoryTracker
+from torchtitan.dry_run.memory_tracker import MEMORY_KINDS, MemoryKind, MemoryTracker
 from torchtitan.dry_run.microbatch_replay import MicrobatchReplay
 from torchtitan.dry_run.observer import observing
 from torchtitan.dry_run.work_tracker import Work, WorkTracker
+from torchtitan.protocols.conversion import convert_model
 from torchtitan.protocols.experts import StackedExperts
+from torchtitan.protocols.images import ImageInputs
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import logger
 from torchtitan.tools.torch_private import FakeTensorMode, fsdp_parameters, gathered_weights
 from torchtitan.trainer import StepResult, Trainer
 from torchtitan.trainer.agreement import Agreement
@@ -82,12 +87,26 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
     )
 
 
+def images_of(config: Trainer.Config, sequences: int) -> ImageInputs | None:
+    """Return the images of a local batch of `sequences` windows per sample, see
+    `white_images`; None: the data has none."""
+    training = config.training
+    n_tokens = sequences * training.local_batch_size * training.seq_lens[-1]
+    images: ImageInputs | None = config.dataloader.blank_images(
+        lambda: config.tokenizer.build(path=config.hf_assets_path), n_tokens
+    )
+    return images
+
+
 class FakeTrainer(Trainer):
     """A mixin before the original trainer class that replaces methods which need values, data or
     other ranks."""
 
     work_of_second: Work
     loss_device_type = "cuda"
+    image_flops = 0.0
+    """Operations for the images of a step on this rank, by the formula of model FLOP/s
+    utilization."""
 
     def init_distributed(self) -> torch.device:
         """Use the existing process group, and return the CPU as the device."""
@@ -168,7 +187,42 @@ class FakeTrainer(Trainer):
         """This rank's parts of all models of the run."""
         return [part for model in self.models.values() for part in model.parts]
 
-    def measure_step(self) -> None:
+    def measure_images(self, images: ImageInputs | None) -> None:
+        """Add the work of the parts of the model that read images, and the memory that they keep
+        for the backward pass of a micro-batch. They run by themselves, on the meta device: towers
+        read the sizes of images, and the tensors of a step have no values."""
+        if images is None:
+            return
+        n_batches, training = self.gradient_accumulation_steps, self.config.training
+        model, dtype = self.build_model(), getattr(torch, training.mixed_precision_param)
+        convert_model(model, self.converters, frozen_dtype=dtype)
+        self.image_flops = n_batches * model.image_flops(images)
+        apply_activation_checkpointing(model, self.config.activation_checkpoint)
+        memory, work = MemoryTracker(), WorkTracker()
+        try:
+            with observing(memory, work):
+                model.to(dtype).trace_images(images)
+        except (RuntimeError, NotImplementedError) as error:
+            reason = str(error).split("\n")[0]
+            logger.warning("operations and activations of images are not counted: %s", reason)
+        for kernel, calls in work.work.items():
+            self.work.work[kernel] += n_batches * calls
+        kept = memory.peak(without=[one for one in MEMORY_KINDS if one != "activations"])
+        parts: list[Any] = self.model_parts
+        readers = [one for part in parts for one in part.image_readers()]
+        trained = local_tensors(one for one in readers if one.requires_grad)
+        sizes: dict[MemoryKind, int] = {
+            "activations": kept.total(),
+            "gradients": sum(one.nbytes for one in trained),
+        }
+        with self.fake_mode:
+            self.of_images = {kind: torch.empty(n, dtype=torch.uint8) for kind, n in sizes.items()}
+        for kind, memory_of_kind in self.of_images.items():
+            self.memory.label(kind, [memory_of_kind])
+
+    def measure_step(self, images: ImageInputs | None = None) -> None:
+        """Measure a step of local batches with these images."""
+        self.measure_images(images)
         self.n_computed = 0
         parameters = [p for part in self.all_parts for p in (*part.parameters(), *part.buffers())]
         states = [
@@ -196,8 +250,7 @@ class FakeTrainer(Trainer):
         """Return this rank's weight shards of all models, or only of offloaded models."""
         models = [model for model in self.models.values() if model.offloaded or not offloaded]
         parts = [part for model in models for part in model.parts]
-        parameters = [parameter for part in parts for parameter in part.parameters()]
-        return [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+        return local_tensors(parameter for part in parts for parameter in part.parameters())
 
     def label_training_allocations(self) -> None:
         """Label the memory of gradients and gathered weights."""
@@ -215,6 +268,11 @@ class FakeTrainer(Trainer):
         )
         # Last, because without sharding a gathered weight is the weight itself.
         self.memory.label("parameters", parameters)
+
+
+def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return this rank's shards of tensors."""
+    return [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
 
 
 def fake_trainer(config: Trainer.Config) -> FakeTrainer:

@@ -14,7 +14,12 @@ import torch.distributed as dist
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.process_group import init_fake_group
-from torchtitan.dry_run.fake_trainer import FakeTrainer, fake_trainer, without_data
+from torchtitan.dry_run.fake_trainer import (
+    FakeTrainer,
+    fake_trainer,
+    images_of,
+    without_data,
+)
 from torchtitan.dry_run.memory_tracker import MEMORY_KINDS, MemoryKind
 from torchtitan.dry_run.work_tracker import CommunicationKind, Transfer, Work
 from torchtitan.tools import durable
@@ -119,7 +124,8 @@ def report_of(trainer: FakeTrainer, compile: CompileConfig) -> RankReport:
         ).total(),
         peak_reserved_bytes=round(reserved_bytes(peak.total(), compile)),
         communication=_by_axis(trainer.work.work, dims),
-        model_flops=trainer.flops_per_token * trainer.tokens_per_step / dims.world_size,
+        model_flops=trainer.flops_per_token * trainer.tokens_per_step / dims.world_size
+        + trainer.image_flops,
         executed_flops=trainer.work.flops,
         work=trainer.work.work,
     )
@@ -196,7 +202,7 @@ def reports_of(config: Trainer.Config, world_size: int) -> Iterator[RankReport]:
             init_fake_group(rank, world_size)
         try:
             trainer = fake_trainer(dry_config)
-            trainer.measure_step()
+            trainer.measure_step(images_of(config, trainer.sequences_per_sample))
             report = report_of(trainer, config.compile)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             raise UserError(

@@ -163,6 +163,18 @@ class BaseModel(nn.Module, Configurable):
         tokens in the language model."""
         return 0.0
 
+    def image_readers(self) -> list[nn.Parameter]:
+        """Return the present parameters that read images, before the language model."""
+        return []
+
+    def trace_images(self, images: ImageInputs) -> None:
+        """Run the parts of a model on the meta device that read images, and their backward pass, so
+        that observers of operations see them. A model that reads none does nothing.
+
+        Raises:
+            RuntimeError, NotImplementedError: the model reads values that weights decide.
+        """
+
 
 class AbsentModule(nn.Module):
     """Base class of what takes the place of a module in pipeline stages that do not have it, where

@@ -148,6 +148,14 @@ def reading_operation() -> Any:
     return torch.ops.aten._local_scalar_dense.default
 
 
+def fused_attention() -> Any:
+    """Return the operation of attention that keeps no weights, for queries, keys and values of
+    equally many heads, with `attn_mask`; the first result is that of attention."""
+    import torch
+
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
 def product_operations() -> list[Any]:
     """Return the operations of a linear layer, as the operators that a checkpointing policy sees:
     without bias, with bias, on MPS, and in float8."""

@@ -147,6 +147,11 @@ class BaseDataLoader(Configurable):
             names = self._owner.token_tensors  # type: ignore[attr-defined]
             return {name: torch.zeros((n_samples, seq_len), dtype=torch.int64) for name in names}
 
+        def blank_images(self, tokenizer: Callable[[], Tokenizer], n_tokens: int) -> Any:
+            """Return the `ImageInputs` of a batch that is all images, for a dry run; None: the data
+            has no images."""
+            return None
+
     token_tensors: ClassVar[tuple[str, ...]] = ("input", "labels")
     """Names of the (B, T) batch tensors that the loss needs; a dry run creates only these."""
 

@@ -1,8 +1,11 @@
 """The base class of data loaders for rows with images."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
+
+import torch
 
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.row_formats import RowFormat
@@ -10,8 +13,10 @@ from torchtitan.components.data.finetuning.samples import SampleSets
 from torchtitan.components.data.finetuning.streams import RowStreamDataLoader
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.images.processor import BackEnd, ImageProcessor, preferred_back_end
+from torchtitan.components.images.reader import ImageReader
 from torchtitan.components.images.rows import rows_with_images
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.protocols.images import ImageInputs
 from torchtitan.tools.digests import digest_of
 from torchtitan.tools.errors import UserError
 
@@ -22,6 +27,21 @@ def processor_of(tokenizer: Tokenizer, back_end: BackEnd = "auto") -> ImageProce
     if not tokenizer.folder:
         raise UserError("data with images needs the folder of a model with an image processor")
     return ImageProcessor.from_folder(tokenizer.folder, tokenizer, back_end)
+
+
+WHITE_SIZE = 512
+"""Width and height of the images of a dry run, in pixels."""
+
+
+def white_images(processor: ImageProcessor, n_tokens: int) -> ImageInputs:
+    """Return as many white images of `WHITE_SIZE` x `WHITE_SIZE` pixels as `n_tokens` tokens hold,
+    at least one."""
+    from PIL import Image
+
+    [ids] = processor.expansions([(WHITE_SIZE, WHITE_SIZE)])
+    n_images = max(1, n_tokens // len(ids))
+    images = [Image.new("RGB", (WHITE_SIZE, WHITE_SIZE), "white")] * n_images
+    return ImageReader(processor).inputs([images], torch.tensor([ids * n_images]))
 
 
 class ImageRowsDataLoader(PlannedDataLoader):
@@ -47,6 +67,10 @@ class ImageRowsDataLoader(PlannedDataLoader):
         def processor(self, tokenizer: Tokenizer) -> ImageProcessor:
             """Return the image processor of the model. Raise `UserError` without one."""
             return processor_of(tokenizer, self.image_back_end)
+
+        def blank_images(self, tokenizer: Callable[[], Tokenizer], n_tokens: int) -> ImageInputs:
+            """Return white images that fill `n_tokens` tokens, see `white_images`."""
+            return white_images(self.processor(tokenizer()), n_tokens)
 
         def rows(self) -> list[tuple[Source, RowFormat]]:
             """Return the source and row format of each dataset, with the columns of images."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -39,8 +39,9 @@ from torchtitan.components.images.loader import ImageBatches
 from torchtitan.components.images.processor import BackEnd, ImageProcessor, preferred_back_end
 from torchtitan.components.images.remote import RemoteImages
 from torchtitan.components.images.rows import reads_images, remote_images
-from torchtitan.components.images.rows_loader import processor_of
+from torchtitan.components.images.rows_loader import processor_of, white_images
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.protocols.images import ImageInputs
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
 
@@ -279,6 +280,10 @@ class ImageStreamDataLoader(WindowsDataLoader):
                 broken=self.broken,
                 remote=remote_images(self.cache_dir) if self.fetch_images else None,
             )
+
+        def blank_images(self, tokenizer: Callable[[], Tokenizer], n_tokens: int) -> ImageInputs:
+            """Return white images that fill `n_tokens` tokens, see `white_images`."""
+            return white_images(processor_of(tokenizer(), self.image_back_end), n_tokens)
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
             """Read the first row of each stream."""

@@ -1,4 +1,5 @@
-"""Counts the operations of a class's vision tower and projector for the images of a batch."""
+"""Counts the operations of a class's vision tower and projector for the images of a batch, and runs
+both without memory."""
 
 import inspect
 from collections.abc import Mapping
@@ -6,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.models.transformers.description import build_class
@@ -16,6 +18,7 @@ from torchtitan.tools.torch_private import (
     OpOverload,
     TorchDispatchMode,
     flop_formulas,
+    fused_attention,
     reading_operation,
     tree_iter,
     tree_map,
@@ -56,6 +59,52 @@ def _places(indices: list[Tensor | None]) -> list[Tensor | None]:
 
 def _on_meta(value: object) -> object:
     return value.to("meta") if isinstance(value, Tensor) else value
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Computes attention by one operation, which keeps no weights, as on a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        return _fused_attention(*args, **kwargs)
+
+
+def _fused_attention(
+    q_BHLD: Tensor,
+    k_BKMD: Tensor,
+    v_BKMD: Tensor,
+    attn_mask: Tensor | None = None,
+    *_: object,
+    **__: object,
+) -> Tensor:
+    n_repeats = q_BHLD.shape[1] // k_BKMD.shape[1]
+    keys, values = (x.repeat_interleave(n_repeats, 1) for x in (k_BKMD, v_BKMD))
+    result: Tensor = fused_attention()(q_BHLD, keys, values, attn_mask=attn_mask)[0]
+    return result
+
+
+def trace_images(model: Any, images: ImageInputs, dtype: torch.dtype) -> None:
+    """Run a class's vision tower and projector, and their backward pass, on the meta device, where
+    the weights are, in `dtype`: for the observers of operations.
+
+    Raises:
+        RuntimeError, NotImplementedError: the class reads values that weights decide.
+    """
+    method = feature_owner(model).get_image_features
+    accepted = inspect.signature(method).parameters
+    arguments = {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in images.tensors.items()
+        if name in accepted
+    }
+    with _FusedAttention(), _MetaIfMixed():
+        output = method(**arguments, return_dict=True)
+        used = [output.pooler_output, getattr(output, "deepstack_features", None)]
+        trained = [one for one in tree_iter(used) if one is not None and one.requires_grad]
+        if trained:
+            torch.autograd.backward(trained, [torch.empty_like(one) for one in trained])
 
 
 class ImageFlops:

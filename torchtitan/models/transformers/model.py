@@ -26,7 +26,7 @@ from torchtitan.models.transformers.experts import stack_experts
 from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
 from torchtitan.models.transformers.head import ClassHead, OutputPlace, output_name
-from torchtitan.models.transformers.image_flops import ImageFlops
+from torchtitan.models.transformers.image_flops import ImageFlops, trace_images
 from torchtitan.models.transformers.image_packing import (
     choose_image_packing,
     gather_with_images,
@@ -259,7 +259,6 @@ class TransformersModel(BaseModel):
         return places_of_readers(self.model)
 
     def image_readers(self) -> list[nn.Parameter]:
-        """Return the present parameters of the vision tower and the projector."""
         return [getattr(module, name) for module, name in self._places_of_readers]
 
     def _reader_dtype(self) -> torch.dtype:
@@ -324,6 +323,9 @@ class TransformersModel(BaseModel):
 
     def image_flops(self, images: ImageInputs) -> float:
         return self._flops_of_images.of(self.model, images)
+
+    def trace_images(self, images: ImageInputs) -> None:
+        trace_images(self.model, images, self._reader_dtype())
 
     def forward(
         self,

@@ -1,0 +1,100 @@
+"""The dry run of a model that reads images, against a pass of its class over the same images."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.tiny_vision import vision_folder
+from torchtitan.components.images.processor import ImageProcessor
+from torchtitan.components.images.rows_loader import white_images
+from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.config.manager import ConfigManager
+from torchtitan.dry_run.report import RankReport, reports_of
+from torchtitan.models.transformers.images import feature_owner, parts_of
+from torchtitan.protocols.images import ImageInputs
+from torchtitan.tools.torch_private import storage_key
+
+SEQ_LEN = 256
+
+
+def read(model: Any, images: ImageInputs) -> Tensor:
+    """Return the features of images, by a class of transformers that makes equally many of each."""
+    method = feature_owner(model).get_image_features
+    accepted = inspect.signature(method).parameters
+    inputs = {name: value for name, value in images.tensors.items() if name in accepted}
+    return torch.stack(list(method(**inputs, return_dict=True).pooler_output))
+
+
+def kept_bytes(model: Any, images: ImageInputs) -> int:
+    """Return the bytes that the backward pass needs, without parameters."""
+    parameters = {storage_key(one.untyped_storage()) for one in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage_key(storage)] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        features = read(model, images)
+    assert features.requires_grad
+    return sum(n for key, n in kept.items() if key not in parameters)
+
+
+def report(folder: Path, dump: Path) -> RankReport:
+    options = {
+        "module": "auto",
+        "config": "sft_images",
+        "hf_assets_path": folder,
+        "dataloader.dataset": "none.jsonl",
+        "training.seq_len": SEQ_LEN,
+        "training.local_batch_size": 2,
+        "training.global_batch_size": 4,
+        "training.mixed_precision_param": "float32",
+        "activation_checkpoint.mode": "none",
+        "dump_folder": dump,
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words += ["--model.train", "language", "projector", "vision"]
+    [found] = reports_of(ConfigManager().parse_args(words).config, 1)
+    return found
+
+
+@pytest.mark.slow
+def test_images_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations and gradients are those of the class; memory may differ by results of the forward
+    pass that no backward pass needs."""
+    from transformers import AutoModelForImageTextToText
+
+    from torchtitan.components.images.loader import ImageDataLoader
+
+    folder = vision_folder("smolvlm", tmp_path / "model")
+    whole = report(folder, tmp_path)
+    monkeypatch.setattr(ImageDataLoader.Config, "blank_images", lambda *_: None)
+    text = report(folder, tmp_path)
+    tokenizer = PretrainedTokenizer.Config().build(path=str(folder))
+    images = white_images(ImageProcessor.from_folder(folder, tokenizer), 2 * SEQ_LEN)
+    assert images.n_images > 1 and 480 < images.token_types_BL.numel() <= 2 * SEQ_LEN
+    classes = {
+        name: AutoModelForImageTextToText.from_pretrained(folder, attn_implementation=name).train()
+        for name in ("eager", "sdpa")
+    }
+    counts = []
+    with FlopCounterMode(display=False) as counter:
+        features = read(classes["eager"], images)
+        counts.append(counter.get_total_flops())
+        features.sum().backward()
+        counts.append(counter.get_total_flops())
+    n_batches = 2
+    assert whole.executed_flops - text.executed_flops == n_batches * counts[1]
+    assert whole.model_flops - text.model_flops == n_batches * 3 * counts[0]
+    parts = parts_of(classes["eager"])
+    of_readers = sum(one.nbytes for one in (*parts["vision"], *parts["projector"]))
+    assert whole.gradient_bytes - text.gradient_bytes == of_readers
+    kept = kept_bytes(classes["sdpa"], images)
+    assert whole.saved_bytes - text.saved_bytes == pytest.approx(kept, rel=0.1)
