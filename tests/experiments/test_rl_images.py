@@ -341,7 +341,7 @@ def test_a_changed_image_ends_the_run(folders: Any, data: Any, tmp_path: Path) -
     ("options", "message"),
     [
         ({"rollout__engine": "vllm"}, "--rollout.engine vllm sends token ids only"),
-        ({"rewards": ["reward_model=x"]}, "reward_model=x: a reward model reads text only"),
+        ({"rewards": ["reward_model=x"]}, "reward_model=x: reward models rate text only"),
     ],
 )
 def test_refused_options(

@@ -86,8 +86,8 @@ class RLTrainer(RatedRolloutTrainer):
             of_models = [name for name in self.rewards if name.startswith("reward_model=")]
             if of_models and isinstance(self.dataloader, ImagePromptDataLoader.Config):
                 raise UserError(
-                    f"--rewards {of_models[0]}: a reward model reads text only, and these prompts "
-                    "have images; use a function of prompt, completion and row"
+                    f"--rewards {of_models[0]}: reward models rate text only here, and these "
+                    "prompts have images; use a function of prompt, completion and row"
                 )
             self.check_rated_rollouts()
 
