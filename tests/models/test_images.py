@@ -221,6 +221,19 @@ def test_accumulated_loss_is_the_same(folders: Any, data: Any, tmp_path: Path) -
     assert grad_norm == pytest.approx(norm(gradients.values()), rel=1e-5)
 
 
+@pytest.mark.slow
+def test_a_batch_without_images_reads_a_blank_one(folders: Any, data: Any, tmp_path: Path) -> None:
+    """Of a class that pairs features with the numbers of layers."""
+    folder = folders("granite4_vision")
+    rows, conversations, images = data
+    loss, gradients = reference("granite4_vision", folder, conversations, images)
+    accumulated = {"training__local_batch_size": 1, "training__global_batch_size": 4}
+    train(tmp_path, **options(folder, rows) | accumulated)
+    [(_, ours, grad_norm)] = read_metrics(tmp_path, "loss", "grad_norm")
+    assert ours == pytest.approx(loss, rel=1e-5)
+    assert grad_norm == pytest.approx(norm(gradients.values()), rel=1e-5)
+
+
 @pytest.mark.parametrize("model_type", ALL_VISION_TYPES)
 def test_parts_of_a_model(model_type: str) -> None:
     from torchtitan.models.transformers.images import parts_of

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.models.transformers.description import build_class
-from torchtitan.models.transformers.images import feature_owner, parts_of
+from torchtitan.models.transformers.images import feature_owner, features_in, parts_of
 from torchtitan.protocols.images import ImageInputs
 from torchtitan.tools.logging import logger
 from torchtitan.tools.torch_private import (
@@ -62,11 +62,14 @@ def _on_meta(value: object) -> object:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Computes attention by one operation, which keeps no weights, as on a GPU."""
+    """Computes attention by one operation, which keeps no weights, as on a GPU, unless its mask is
+    trained."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not nn.functional.scaled_dot_product_attention:
+        mask = kwargs.get("attn_mask")
+        is_trained = mask is not None and mask.requires_grad
+        if func is not nn.functional.scaled_dot_product_attention or is_trained:
             return func(*args, **kwargs)
         return _fused_attention(*args, **kwargs)
 
@@ -101,8 +104,7 @@ def trace_images(model: Any, images: ImageInputs, dtype: torch.dtype) -> None:
     }
     with _FusedAttention(), _MetaIfMixed():
         output = method(**arguments, return_dict=True)
-        used = [output.pooler_output, getattr(output, "deepstack_features", None)]
-        trained = [one for one in tree_iter(used) if one is not None and one.requires_grad]
+        trained = [one for one in features_in(output) if one.requires_grad]
         if trained:
             torch.autograd.backward(trained, [torch.empty_like(one) for one in trained])
 

@@ -96,6 +96,13 @@ def feature_owner(model: object) -> Any:
     return next((owner for owner in owners if hasattr(owner, "get_image_features")), None)
 
 
+def features_in(output: Any) -> list[Tensor]:
+    """Return what a class uses of the results of its `get_image_features`. Some classes pair them
+    with the numbers of layers."""
+    used = [output.pooler_output, getattr(output, "deepstack_features", None)]
+    return [one for one in tree_iter(used) if isinstance(one, Tensor)]
+
+
 @contextlib.contextmanager
 def reading_blank(model: Any, images: ImageInputs, dtype: torch.dtype) -> Iterator[None]:
     """Make a class read the blank image of a batch without images, and add its features times 0 to
@@ -109,8 +116,7 @@ def reading_blank(model: Any, images: ImageInputs, dtype: torch.dtype) -> Iterat
 
     def add_zero(module: nn.Module, args: object, inputs: dict[str, Any]) -> Any:
         output = method(**arguments, return_dict=True)
-        used = [output.pooler_output, getattr(output, "deepstack_features", None)]
-        zero = sum(0 * tensor.sum() for tensor in tree_iter(used) if tensor is not None)
+        zero: Any = sum(0 * tensor.sum() for tensor in features_in(output))
         embeddings = inputs["inputs_embeds"]
         return args, {**inputs, "inputs_embeds": embeddings + zero.to(embeddings.dtype)}
 
