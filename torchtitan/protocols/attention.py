@@ -256,7 +256,13 @@ class ScaledScores(nn.Module):
     @property
     def scores(self) -> Any:
         """The module that computes scores. With `records_peaks`, its passes with gradients record
-        the largest scaled score of each head since `peaks_H` was None, float32 (H,)."""
+        the largest scaled score of each head since `peaks_H` was None, float32 (H,): of the heads
+        of this rank under tensor parallelism."""
+        raise NotImplementedError
+
+    @property
+    def n_heads(self) -> int:
+        """Number of heads over all ranks."""
         raise NotImplementedError
 
     def reason_not_to_scale(self) -> str:
@@ -264,6 +270,6 @@ class ScaledScores(nn.Module):
         raise NotImplementedError
 
     def rows_of_scores(self, factor_H: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return parameters, with a factor of each row, that multiply the scores of each head by a
-        factor."""
+        """Return parameters, with a factor of each row over all ranks, that multiply the scores of
+        each head by a factor."""
         raise NotImplementedError

@@ -2,13 +2,14 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.processes import run_processes
-from tests.training import llama_config, run, tiny_config, train
+from tests.training import ABSENT, llama_config, run, tiny_config, train
 from torchtitan.components.checkpoint.dcp import DcpSource
 from torchtitan.components.checkpoint.state import ModelState
 from torchtitan.components.optim.qk_clip import QKClip
@@ -374,6 +375,58 @@ def test_two_processes_equal_one(tmp_path):
         torch.testing.assert_close(two[name], weight, rtol=1e-3, atol=1e-3)
 
 
+LATENT = {"module": "deepseek_v3", "model__n_kv_heads": ABSENT, "model__ffn_dim": ABSENT}
+DIVIDED = {
+    "tp": {"parallelism__tensor_parallel_degree": 2},
+    "tp, latents": {"parallelism__tensor_parallel_degree": 2, **LATENT},
+    "cp": {"parallelism__context_parallel_degree": 2},
+    "cp, latents": {"parallelism__context_parallel_degree": 2, **LATENT},
+    "pp": {"parallelism__pipeline_parallel_degree": 2},
+    "offload": {"training__local_batch_size": 1, "training__enable_cpu_offload": True},
+}
+"""Ranks with other heads, other queries, other layers, and weights in CPU memory."""
+
+
+def first_clip(folder: Path, name: str, **options: Any) -> None:
+    """Save the weights before and after the first clip: later ones differ as the updates do."""
+    options = {**OPTIONS, "training__steps": 1, "training__global_batch_size": 2, **options}
+    trainer = train(
+        folder / name, QKClip.Config(threshold=THRESHOLD), trainer_class=Recorder, **options
+    )
+    ((before, _, after),) = trainer.steps
+    torch.save((before, after), folder / f"{name} {trainer.rank}.pt")
+
+
+def clip_in_layouts(folder: Path) -> None:
+    for name, options in DIVIDED.items():
+        first_clip(folder, name, **options)
+
+
+@pytest.mark.slow
+def test_layouts_clip_by_the_scores_of_all_ranks(tmp_path):
+    """The weights of a step's forward pass are the same in all layouts, so its factors are, up to
+    the rounding of float32 scores."""
+    run_processes(clip_in_layouts, 2, tmp_path)
+    first_clip(tmp_path, "one")
+    first_clip(tmp_path, "one, latents", **LATENT)
+    for name in DIVIDED:
+        before, after = torch.load(
+            tmp_path / ("one, latents 0.pt" if "latents" in name else "one 0.pt")
+        )
+        clipped = {key for key in before if not torch.equal(before[key], after[key])}
+        found = set()
+        for rank in range(2):
+            own_before, own_after = torch.load(tmp_path / f"{name} {rank}.pt")
+            for key in own_before.keys() & clipped:
+                found.add(key)
+                factors = own_after[key].double() / own_before[key].double()
+                expected = after[key].double() / before[key].double()
+                torch.testing.assert_close(factors, expected, rtol=2e-6, atol=0, msg=name)
+            for key in own_before.keys() - clipped:
+                assert torch.equal(own_before[key], own_after[key]), (name, key)
+        assert found == clipped and len(clipped) >= 2, name
+
+
 @pytest.mark.parametrize(
     ("options", "converters", "message"),
     [
@@ -399,11 +452,7 @@ def test_refusals(tmp_path, options, converters, message):
         config.check(world_size=1)
 
 
-def test_parallelisms_and_norms_are_refused(tmp_path):
-    config = tiny_config(tmp_path, parallelism__tensor_parallel_degree=2)
-    config.model_converters.append(QKClip.Config())
-    with pytest.raises(UserError, match=r"tensor_parallel_degree 2 cannot be combined with --mode"):
-        config.check(world_size=2)
+def test_models_without_scores_that_follow_weights_are_refused():
     normed = llama_config().build()
     normed.layers["0"].attention.q_norm = nn.Identity()
     with pytest.raises(UserError, match=r"layers\.0\.attention .*norms of queries and keys"):

@@ -2,6 +2,7 @@
 section 2.1). With `--optimizer.name Muon`, it is MuonClip."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed.initialize import canonical_name, local_part, local_slices
 from torchtitan.distributed.process_group import world_size
 from torchtitan.protocols.attention import ScaledScores
 from torchtitan.protocols.converter import ModelConverter
+from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.sharded import is_dtensor
 
@@ -47,18 +50,10 @@ class QKClip(ModelConverter):
             parallelism: ParallelismConfig,
             compile: CompileConfig,
         ) -> None:
-            parallelism.require_one(
-                *("tensor", "context", "pipeline"), user=self.option, why="which reads whole heads"
-            )
             if compile.compiles_model:
                 raise UserError(
                     f"{self.option} records scores outside of compiled code; set "
                     "--compile.components loss, or disable --compile.enable"
-                )
-            if training.enable_cpu_offload:
-                raise UserError(
-                    f"{self.option} cannot be combined with --training.enable_cpu_offload, since "
-                    "it computes factors on the device; leave out one of them"
                 )
             if training.dtype != "float32":
                 raise UserError(
@@ -74,38 +69,55 @@ class QKClip(ModelConverter):
     def convert(self, model: nn.Module) -> None:
         """Let attention record its largest scores. Raise `UserError` if there is none, or its
         scores do not follow its weights."""
-        for attention in _attention_of(model, self.config.option).values():
+        self.n_heads = {}
+        for name, attention in _attention_of(model, self.config.option).items():
             attention.scores.records_peaks = True
+            self.n_heads[name] = attention.n_heads
 
     def pre_step_hook(self, model_parts: list[nn.Module], step: int) -> None:
         _forget_peaks(_all(model_parts))  # of a step that was not taken
 
     @torch.no_grad()
     def post_optimizer_hook(self, model_parts: list[nn.Module]) -> None:
-        layers = _all(model_parts)
-        if any(layer.scores.peaks_H is None for layer in layers):  # a step without samples
-            return
-        peaks = torch.cat([layer.scores.peaks_H for layer in layers])
+        layers, device = _all(model_parts), torch.device(device_type())
+        # Of all heads of the model: ranks have other layers, other heads or other tokens.
+        peaks = torch.full((sum(self.n_heads.values()),), -torch.inf, device=device)
+        peaks_of = dict(zip(self.n_heads, peaks.split([*self.n_heads.values()]), strict=True))
+        for name, layer in layers.items():
+            if layer.scores.peaks_H is not None:  # a step with samples
+                first = _first_head(layer)
+                peaks_of[name][first : first + len(layer.scores.peaks_H)] = layer.scores.peaks_H
         if world_size() > 1:
             dist.all_reduce(peaks, dist.ReduceOp.MAX)
         threshold = self.config.threshold
-        is_large = peaks.isfinite() & (peaks > threshold)
-        factors = torch.where(is_large, threshold / peaks, 1.0)
-        sizes = [len(layer.scores.peaks_H) for layer in layers]
-        for layer, factor_H in zip(layers, factors.split(sizes), strict=True):
+        for name, layer in layers.items():
+            peaks_H = peaks_of[name]
+            is_large_H = peaks_H.isfinite() & (peaks_H > threshold)
+            factor_H = torch.where(is_large_H, threshold / peaks_H, 1.0)
             for parameter, factor_E in layer.rows_of_scores(factor_H):
                 _multiply_rows(parameter, factor_E)
         _forget_peaks(layers)
 
 
-def _all(model_parts: list[nn.Module]) -> list[ScaledScores]:
-    modules = (module for part in model_parts for module in part.modules())
-    return [module for module in modules if isinstance(module, ScaledScores)]
+def _all(model_parts: list[nn.Module]) -> dict[str, ScaledScores]:
+    named = (each for part in model_parts for each in part.named_modules())
+    return {canonical_name(name): each for name, each in named if isinstance(each, ScaledScores)}
 
 
-def _forget_peaks(layers: list[ScaledScores]) -> None:
-    for layer in layers:
+def _forget_peaks(layers: Mapping[str, ScaledScores]) -> None:
+    for layer in layers.values():
         layer.scores.peaks_H = None
+
+
+def _first_head(layer: ScaledScores) -> int:
+    """Return the number of the first head whose scores this rank computes: tensor parallelism gives
+    each rank as many, in order."""
+    peaks_H = layer.scores.peaks_H
+    if len(peaks_H) == layer.n_heads:
+        return 0
+    (parameter, _), *_ = layer.rows_of_scores(peaks_H.new_ones(layer.n_heads))
+    assert is_dtensor(parameter)
+    return len(peaks_H) * parameter.device_mesh.get_local_rank("tp")
 
 
 def _attention_of(model: nn.Module, option: str) -> dict[str, ScaledScores]:
@@ -124,10 +136,6 @@ def _attention_of(model: nn.Module, option: str) -> dict[str, ScaledScores]:
 
 def _multiply_rows(parameter: Tensor, factor_E: Tensor) -> None:
     """Multiply each row of a whole or sharded parameter by a factor."""
-    factors = factor_E.view(-1, *[1] * (parameter.ndim - 1))
-    if is_dtensor(parameter):
-        from torch.distributed.tensor import DTensor, Replicate
-
-        mesh = parameter.device_mesh
-        factors = DTensor.from_local(factors, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    parameter.mul_(factors)
+    rows, own = local_slices(parameter)[0], local_part(parameter)
+    factors = factor_E[rows].to(own.device)  # CPU memory if weights are offloaded
+    own.mul_(factors.view(-1, *[1] * (own.ndim - 1)))

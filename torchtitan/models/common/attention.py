@@ -510,6 +510,10 @@ class GroupedQueryAttention(ScaledScores):
     def scores(self) -> Any:
         return self.attend
 
+    @property
+    def n_heads(self) -> int:
+        return self.wo.in_features // self.head_dim
+
     def reason_not_to_scale(self) -> str:
         if self.q_norm is not None or self.q_wide_norm is not None:
             return "norms of queries and keys follow the projections"

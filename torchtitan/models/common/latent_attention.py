@@ -111,6 +111,11 @@ class LatentAttention(ScaledScores):
         return self.attend.scores
 
     @property
+    def n_heads(self) -> int:
+        n_heads: int = self._q_up.out_features // self.head_dim
+        return n_heads
+
+    @property
     def _q_up(self) -> Any:
         return self.wq if self.q_latent is None else self.q_latent[-1]
 
