@@ -10,14 +10,20 @@ FOLDER and writes the figure.
 
 import dataclasses
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any, Literal
 
 from run_curves import draw, points
+from torch import Tensor
 
 from torchtitan.components.data.dataloader import PretrainDataLoader
+from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.components.quantization.narrow import MXFP8, NVFP4
+from torchtitan.components.quantization.narrow_products import MXFP8Products, NVFP4Products
+from torchtitan.config.configurable import builds
 from torchtitan.models import llama3, qwen3_moe
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.recipes import small_run
@@ -34,11 +40,36 @@ LAST = r"layers\.2\."
 TYPES = {
     "float32": [],
     "bfloat16": [],
-    "float8": [Float8LinearConverter.Config(emulate=True, min_features=16)],
+    "float8": [Float8LinearConverter.Config(recipe="rowwise", emulate=True, min_features=16)],
     "MXFP8": [MXFP8.Config(emulate=True, min_features=32)],
     "NVFP4": [NVFP4.Config(emulate=True, min_features=16, exclude=[LAST])],
     "NVFP4, last block too": [NVFP4.Config(emulate=True, min_features=16)],
+    "MXFP8, head too": [MXFP8.Config(emulate=True, min_features=32)],
+    "NVFP4, head too": [NVFP4.Config(emulate=True, min_features=16, exclude=[LAST])],
 }
+HEADS = {"MXFP8": MXFP8Products(), "NVFP4": NVFP4Products()}
+
+
+class NarrowHead(CrossEntropyLoss):
+    """Cross entropy of logits from a narrow product, which no converter makes."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CrossEntropyLoss.Config):
+        """Cross entropy."""
+
+        type: Literal["MXFP8", "NVFP4"] = "MXFP8"
+        """Of the product."""
+
+        @builds(lambda: NarrowHead)
+        def build(self) -> Any:
+            """Build the loss."""
+
+    def __call__(
+        self, hidden_BLD: Tensor, weight_VD: Tensor | None, labels_BL: Tensor, **options: Any
+    ) -> Tensor:
+        products = HEADS[self.config.type]
+        logits_NV = products.multiply(hidden_BLD.flatten(0, 1), weight_VD)
+        return super().__call__(logits_NV.view(*labels_BL.shape, -1), None, labels_BL, **options)
 
 
 def configuration(model: str, kind: str, folder: Path) -> Trainer.Config:
@@ -56,6 +87,8 @@ def configuration(model: str, kind: str, folder: Path) -> Trainer.Config:
     validator.dataset, validator.freq, validator.steps = [str(folder / "held_out.txt")], 150, 20
     config.metrics.log_freq = 1
     config.model_converters = TYPES[kind]
+    if "head" in kind:
+        config.loss = NarrowHead.Config(type=kind.split(",")[0])
     return config
 
 

@@ -144,10 +144,13 @@ class ModelConverter(Configurable):
 
 class LayerConverter(ModelConverter):
     """Replace layers selected by name patterns, in `convert_layer`. A layer cannot be converted
-    twice."""
+    twice, except those of `converted_types`."""
 
     layer_types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
     """Classes of layers that can be converted, excluding subclasses."""
+
+    converted_types: ClassVar[tuple[type[nn.Module], ...]] = ()
+    """Classes of layers of other converters that can be converted again."""
 
     converts_head: ClassVar[bool] = False
     """True if the output head can be converted, although it is never called."""
@@ -216,6 +219,8 @@ class LayerConverter(ModelConverter):
             config.option, config.include, config.exclude, list(layers), kind, hugging_face_name
         )
         for name in names:
+            if type(layers[name]) in self.converted_types:
+                continue
             if other := converter_of(layers[name]):
                 raise UserError(
                     f"model_converters: {name} is already converted by {other}, and {key} cannot "

@@ -95,6 +95,8 @@ _SOURCES = {
     # The mathematics of `torch.optim.Muon`, which cannot divide it among ranks.
     "orthogonalize": "torch.optim._muon:_zeropower_via_newtonschulz",
     "adjusted_lr": "torch.optim._muon:_adjust_lr",
+    # A tensor of other tensors; only this function gives it a shape and a type.
+    "make_wrapper_subclass": "torch:Tensor._make_wrapper_subclass",
     # The number of the backward pass in progress, or -1; hooks need a tensor that takes part in it.
     "current_backward_pass": "torch._C:_current_graph_task_id",
 }
@@ -353,6 +355,21 @@ def gathered_weights(record: object) -> list["Tensor"]:
     """Return the whole weight of an `fsdp_parameters` record, after it was first gathered; FSDP
     hides it."""
     return [record._unsharded_param] if hasattr(record, "_unsharded_param") else []
+
+
+def owner_of(record: Any) -> "nn.Module":
+    """Return the module with the parameter of an `fsdp_parameters` record."""
+    owner: nn.Module = record._module_info.module
+    return owner
+
+
+def extend_gather(record: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Let FSDP gather what `before` returns for the shard of an `fsdp_parameters` record, and use
+    what `after` makes of it. The public way is a class of shards with these methods, which
+    optimizers and checkpoints would meet too."""
+    shard = record.sharded_param._local_tensor
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
+    record._init_extensions()
 
 
 def pipeline_stages(schedule: Any) -> list[Any]:

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from torchtitan.components.quantization import block_formats
-from torchtitan.components.quantization.block_formats import Blocks, hadamard, mxfp8, nvfp4
+from torchtitan.components.quantization.block_formats import (
+    Blocks,
+    float8_rows,
+    hadamard,
+    mxfp8,
+    nvfp4,
+)
 
 E4M3 = sorted(
     {m * 2.0**-9 for m in range(8)}
@@ -106,6 +112,21 @@ def test_mxfp8_matches_the_format_in_float64():
     # one rounding error of at most half a step of E4M3, or of its smallest number
     bound = torch.maximum(blocks.abs().double() / 16, cast.scales.double() * 2.0**-10)
     assert ((exact - blocks).abs() <= bound).all()
+
+
+def test_float8_rows_match_the_format_in_float64():
+    blocks = hostile(32)
+    cast = float8_rows(blocks)
+    exact = cast.elements.double() * cast.scales.double()
+    for row, values in zip(blocks.tolist(), exact.tolist(), strict=True):
+        inverse = float(np.float32(448 / max(*map(abs, row), 1e-12)))
+        scale = next(2.0**e for e in range(-130, 130) if 2.0**-e <= inverse)
+        assert values == [nearest(x / scale, E4M3) * scale for x in row]
+    blocks = blocks[:9]  # others may round to above the largest number of float32
+    for bad in (torch.inf, torch.nan):
+        blocks[3, 5] = bad
+        rows = float8_rows(blocks).values()
+        assert rows[3].isnan().all() and rows[:3].isfinite().all() and rows[4:].isfinite().all()
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e20, 1e-30])

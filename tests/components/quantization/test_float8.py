@@ -20,6 +20,7 @@ from tests.processes import run_processes
 from tests.training import read_metrics, read_validation, tiny_config, train
 from torchtitan.components.optim.freeze import Freeze
 from torchtitan.components.quantization.float8 import Float8LinearConverter
+from torchtitan.components.quantization.narrow_products import NarrowExperts
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.dry_run import dry_run
 from torchtitan.protocols.conversion import convert_model
@@ -35,7 +36,7 @@ BLOCK_MATRIX_ELEMENTS = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128
 
 
 def float8(**options: Any) -> Float8LinearConverter.Config:
-    return Float8LinearConverter.Config(emulate=True, **{"min_features": 0, **options})
+    return Float8LinearConverter.Config(**{"emulate": True, "min_features": 0, **options})
 
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:
@@ -184,15 +185,31 @@ def test_converting_no_layer_is_rejected():
         float8(include=["wx"]).build().check_model(model(model__vocab_size=2048))
 
 
-def test_routed_experts_are_skipped_and_rejected_if_named(log):
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, r"which only --.*recipe rowwise multiplies"),
+        ({"recipe": "rowwise", "emulate": False}, r"kernels need groups of a multiple of 16"),
+    ],
+)
+def test_routed_experts_are_skipped_and_rejected_if_named(log, options, reason):
     experts = model(module="qwen3_moe", model__vocab_size=2048)
     with pytest.raises(
-        UserError, match=rf"routed experts \(.*\): layers\.\*\.moe\.experts; .*{OPTION}\.include"
+        UserError, match=rf"routed experts, .*{reason}.*: layers\.\*\.moe\.experts; .*{OPTION}\.inc"
     ):
-        float8(include=["experts"]).build().check_model(experts)
-    float8().build().convert(experts)
+        float8(include=["experts"], **options).build().check_model(experts)
+    float8(**options).build().convert(experts)
     (skipped,) = [record.message for record in log.records if "skipped" in record.message]
     assert "skipped layers with routed experts" in skipped
+
+
+def test_routed_experts_are_converted_by_rows():
+    experts = model(module="qwen3_moe", model__vocab_size=2048)
+    float8(include=["experts"], recipe="rowwise").build().convert(experts)
+    assert all(
+        isinstance(experts.get_submodule(f"layers.{layer}.moe.experts"), NarrowExperts)
+        for layer in range(2)
+    )
 
 
 class Other(LayerConverter):

@@ -2,6 +2,7 @@
 runs across layouts, recomputation and checkpoints."""
 
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,15 +11,32 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from tests.components.quantization.test_float8 import SentDtypes
+from tests.distributed.test_parallel_dims import fake_rank
 from tests.processes import run_processes
 from tests.training import read_metrics, tiny_config, train
 from torchtitan.components.optim.freeze import Freeze
-from torchtitan.components.peft import LoRA
+from torchtitan.components.peft import LoRA, QLoRA
+from torchtitan.components.peft.lora import LoRALinear
 from torchtitan.components.quantization import narrow
-from torchtitan.components.quantization.block_formats import hadamard, mxfp8, nvfp4
+from torchtitan.components.quantization.block_formats import (
+    hadamard,
+    mxfp8,
+    nvfp4,
+    pack_e2m1,
+    unpack_e2m1,
+)
+from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.components.quantization.narrow import MXFP8, NVFP4
-from torchtitan.components.quantization.narrow_products import MXFP8Products, NarrowLinear
+from torchtitan.components.quantization.narrow_products import (
+    MXFP8Products,
+    NarrowLinear,
+    NVFP4Products,
+    NVFP4Weight,
+)
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.dry_run import dry_run
 from torchtitan.models.common.moe.experts import ClampedExperts, RoutedExperts
@@ -35,6 +53,7 @@ CONVERTERS = {
     "nvfp4, nearest": nv(stochastic_rounding=False),
     "nvfp4, plain": nv(stochastic_rounding=False, hadamard_transforms=False),
 }
+ROWWISE = Float8LinearConverter.Config(recipe="rowwise", emulate=True, min_features=0)
 
 # --- one layer
 # --------------------------------------------------------------------------------------------------
@@ -165,18 +184,18 @@ def test_mxfp8_experts_match_torchao():
         assert (ours - theirs).abs().max() <= 2**-7 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4, plain"])
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4, plain", "float8"])
 @pytest.mark.parametrize("experts_class", [RoutedExperts, ClampedExperts])
 def test_experts_multiply_as_linear_layers(kind, experts_class):
     """Each expert computes as a network of narrow linear layers with the rows of its tokens, even
-    without any. The tolerance covers sums in another order."""
+    without any; in float8, the layers are torchao's. The tolerance covers sums in another order."""
     torch.manual_seed(0)
     experts = experts_class(
         n_experts=4, top_k=2, dim=64, hidden_dim=96, init_std=1.0, out_init_std=1.0
     )
     for parameter in experts.parameters():
         nn.init.normal_(parameter, std=0.2)
-    converter = CONVERTERS[kind].build()
+    converter = {**CONVERTERS, "float8": ROWWISE}[kind].build()
     plain = {name: value.detach().clone() for name, value in experts.named_parameters()}
     converted = converter.convert_layer("experts", experts)
     assert isinstance(converted, experts_class) and converted.device_type is None
@@ -184,7 +203,7 @@ def test_experts_multiply_as_linear_layers(kind, experts_class):
     chosen = torch.tensor([[0, 1], [3, 0]]).repeat(25, 1)  # not expert 2
     weights = torch.rand(50, 2)
     output = converted(x, weights, chosen)
-    expected = torch.zeros(50, 64)
+    expected, layers = torch.zeros(50, 64), []
     for e in range(4):
         pairs = [(n, k) for n in range(50) for k in range(2) if chosen[n, k] == e]
         if not pairs:
@@ -195,6 +214,7 @@ def test_experts_multiply_as_linear_layers(kind, experts_class):
         def layer(matrix: Tensor) -> nn.Module:
             linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False)
             linear.weight = nn.Parameter(matrix)
+            layers.append(linear.weight)
             return converter.convert_layer("layer", linear)
 
         both = layer(plain["w13"][e].flatten(0, 1))(x[rows])
@@ -206,6 +226,10 @@ def test_experts_multiply_as_linear_layers(kind, experts_class):
             result = result + plain["bias2"][e] * scale
         expected.index_add_(0, torch.tensor(rows), result)
     assert (output - expected).abs().max() <= 1e-5 * expected.abs().max()
+    narrow_w13 = converted.w13
+    gradients = torch.autograd.grad(output.sum(), narrow_w13, retain_graph=True)
+    (of_linear,) = torch.autograd.grad(expected.sum(), layers[0])
+    assert (gradients[0][0].flatten(0, 1) - of_linear).abs().max() <= 1e-5 * of_linear.abs().max()
     output.sum().backward()
     assert not converted.w13.grad[2].any() and converted.w13.grad[[0, 1, 3]].flatten(1).any(1).all()
 
@@ -268,10 +292,44 @@ def test_patterns_without_layers_are_rejected():
         MXFP8.Config().build().check_model(model(model__vocab_size=2048))
 
 
-def test_adapters_of_a_narrow_layer_are_rejected():
-    converted = model(model__vocab_size=2048)
-    with pytest.raises(UserError, match="wq is already converted by mxfp8, and lora cannot"):
-        convert_model(converted, [mx(include=["wq"]).build(), LoRA.Config(include=["wq"]).build()])
+def test_few_bits_of_a_narrow_layer_are_rejected():
+    for converters in (
+        [mx(include=["wq"]), QLoRA.Config(include=["wq"])],
+        [LoRA.Config(include=["wq"]), mx(include=["wq"])],
+        [mx(include=["experts"]), LoRA.Config(include=["experts"])],
+    ):
+        converted = model(module="qwen3_moe", model__vocab_size=2048)
+        with pytest.raises(UserError, match="is already converted by .*lora|by mxfp8, and .*lora"):
+            convert_model(converted, [each.build() for each in converters])
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4, nearest"])
+def test_adapters_of_a_narrow_layer_add_to_its_products(kind):
+    """The frozen weight multiplies in the narrow type, the adapter does not."""
+    layer, x, gradient = operands()
+    base = CONVERTERS[kind].build().convert_layer("wq", layer)
+    y, grad_x, _ = products_of(CONVERTERS[kind].build().convert_layer("wq", layer), x, gradient)
+    layer.weight.grad = None
+    adapted = LoRA.Config(rank=2, alpha=4).build().convert_layer("wq", base)
+    assert isinstance(adapted, LoRALinear) and not adapted.weight.requires_grad
+    nn.init.normal_(adapted.lora_A)
+    nn.init.normal_(adapted.lora_B)
+    own_x = x.clone().requires_grad_()
+    output = adapted(own_x)
+    output.backward(gradient)
+    lora_A, lora_B = adapted.lora_A.detach().double(), adapted.lora_B.detach().double()
+    added = 2 * x.double() @ lora_A.T @ lora_B.T
+    added_grad = 2 * gradient.double() @ lora_B @ lora_A
+    for ours, narrow_part, wide_part in (
+        (output, y, added),
+        (own_x.grad, grad_x, added_grad),
+    ):
+        expected = narrow_part.double() + wide_part
+        assert (ours - expected).abs().max() <= 1e-6 * expected.abs().max()
+    rows, of_gradient = x.flatten(0, 1).double(), gradient.flatten(0, 1).double()
+    expected = 2 * (of_gradient.T @ (rows @ lora_A.T))
+    assert (adapted.lora_B.grad - expected).abs().max() <= 1e-6 * expected.abs().max()
+    assert adapted.weight.grad is None
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
@@ -439,6 +497,85 @@ def test_two_processes_match_one(tmp_path):
             strict=True,
         ):
             assert ours == pytest.approx(expected, rel=1e-3), kind
+
+
+GATHERED = {
+    "fsdp": {},
+    "fsdp, bfloat16": {"training__mixed_precision_param": "bfloat16"},
+    "tp": LAYOUTS["tp"],
+}
+
+
+def gather_in_layouts(folder: Path) -> None:
+    """Train with and without narrow gathers; stop after 1 of 2 steps and resume."""
+    options = {**BASE, "lr_scheduler__total_steps": 2}
+    for layout, settings in GATHERED.items():
+        for gathers in (False, True):
+            converter = nv(fsdp_nvfp4_all_gather=gathers)
+            with SentDtypes() as sent:
+                train(folder / layout / str(gathers), converter, **options, **settings)
+            if layout == "fsdp, bfloat16":
+                sent_by_block(sent, gathers)
+    for steps in (1, 2):
+        settings = {**options, "training__steps": steps, "checkpoint__enable": True}
+        train(folder / "parts", nv(fsdp_nvfp4_all_gather=True), **settings)
+
+
+def sent_by_block(gathers: SentDtypes, is_narrow: bool) -> None:
+    """Check what each of two ranks sends of a block: 4 bits for each element of a matrix, a byte
+    for 256 of them, and two norms of 64 elements, in one message of bytes."""
+    elements, norms = 5 * 64 * 64 - 64 * 64 + 3 * 64 * 128, 2 * 64
+    expected = (
+        (torch.uint8, (elements // 2 + elements // 256 + 2 * norms) // 2)
+        if is_narrow
+        else (torch.bfloat16, (elements + norms) // 2)
+    )
+    assert Counter(gathers.sent)[expected] >= 4, gathers.sent
+
+
+@pytest.mark.slow
+def test_narrow_gathers_are_bitwise_exact(tmp_path):
+    """Also in bfloat16, which both round weights to first, and after a resumption."""
+    run_processes(gather_in_layouts, 2, tmp_path)
+    for layout in GATHERED:
+        plain, narrow_ones = (numbers(tmp_path / layout / name) for name in ("False", "True"))
+        assert plain == narrow_ones and len(plain) == 2, layout
+    assert numbers(tmp_path / "parts") == numbers(tmp_path / "fsdp" / "True")
+    train(tmp_path / "one", nv(), **BASE, lr_scheduler__total_steps=2)
+    for ours, expected in zip(
+        numbers(tmp_path / "fsdp" / "True"), numbers(tmp_path / "one"), strict=True
+    ):
+        assert ours == pytest.approx(expected, rel=1e-6)  # sums over ranks
+
+
+def test_shards_of_broken_blocks_are_not_gathered():
+    with fake_rank(0, 3):
+        layer = nn.ModuleDict({"wq": nn.Linear(32, 64)})
+        converter = nv(fsdp_nvfp4_all_gather=True).build()
+        converter.convert(layer)
+        fully_shard(layer["wq"], mesh=init_device_mesh("cpu", (3,)))
+        with pytest.raises(UserError, match=r"gather: the 64 outputs of wq cannot .* over 3 ranks"):
+            converter.post_init_hook([layer])
+
+
+def test_a_gathered_weight_multiplies_as_the_plain_one():
+    """Zeros, their signs, and blocks of different size survive the bytes."""
+    torch.manual_seed(0)
+    weight = torch.randn(64, 48) * torch.logspace(-3, 3, 64)[:, None]
+    weight[3], weight[5] = 0, -0.0
+    blocks = nvfp4(weight, square_blocks=True)
+    assert torch.equal(unpack_e2m1(pack_e2m1(blocks.elements)), blocks.elements)
+    squares = blocks.scales[::16].to(torch.float8_e4m3fn).view(torch.uint8)
+    gathered = NVFP4Weight(pack_e2m1(blocks.elements), squares, blocks.tensor_scale, torch.float32)
+    x, gradient = torch.randn(20, 48), torch.randn(20, 64)
+    results = []
+    for operand in (weight, gathered):
+        own_x, parameter = x.clone().requires_grad_(), nn.Parameter(operand)
+        y = NVFP4Products().multiply(own_x, parameter)
+        y.backward(gradient)
+        results.append((y.detach(), own_x.grad, parameter.grad))
+    for plain, ours in zip(*results, strict=True):
+        assert torch.equal(plain, ours)
 
 
 @pytest.mark.slow

@@ -21,10 +21,17 @@ from torchtitan.components.peft.kept import (
     is_huggingface_folder,
     saved_forms,
 )
-from torchtitan.components.peft.lora import AdaptedLayer, LoRAEmbedding, LoRALinear, QLoRALinear
+from torchtitan.components.peft.lora import (
+    AdaptedLayer,
+    LoRAEmbedding,
+    LoRALinear,
+    NarrowLoRALinear,
+    QLoRALinear,
+)
 from torchtitan.components.peft.routers import adapt_router
 from torchtitan.components.peft.sizes import Size, is_match, look_up
 from torchtitan.components.quantization import nf4
+from torchtitan.components.quantization.narrow_products import NarrowLinear
 from torchtitan.components.quantization.packed_layers import PackedLinear, pack_experts
 from torchtitan.components.weights.few_bits import FewBits
 from torchtitan.config.configurable import Configurable
@@ -51,6 +58,7 @@ class LoRA(LayerConverter):
 
     changes_weights: ClassVar[bool] = True
     freezes: ClassVar[bool] = True
+    converted_types: ClassVar[tuple[type[nn.Module], ...]] = (NarrowLinear,)
     converts_head: ClassVar[bool] = True
     run_options: ClassVar[frozenset[str]] = frozenset(
         {"include", "exclude", "dropout", "adapter_path", "base_path"}
@@ -264,7 +272,8 @@ class LoRA(LayerConverter):
         if isinstance(layer, nn.Embedding):
             return LoRAEmbedding(layer, rank=size.rank, scaling=scaling)
         assert isinstance(layer, nn.Linear)
-        return LoRALinear(
+        kind = NarrowLoRALinear if isinstance(layer, NarrowLinear) else LoRALinear
+        return kind(
             layer, rank=size.rank, scaling=scaling, dropout=config.dropout, dora=config.dora
         )
 
@@ -312,6 +321,7 @@ class QLoRA(LoRA):
     """Low-rank adapters on a frozen base in few bits: as it was published, or in NF4. Adapted
     embeddings keep their precision."""
 
+    converted_types = ()
     run_options = LoRA.run_options | {"base", "dequantized"}
 
     @dataclass(kw_only=True, slots=True)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.components.quantization import nf4
+from torchtitan.components.quantization.narrow_products import NarrowLinear, narrow_linear
 from torchtitan.components.quantization.packed_layers import (
     PackedLayer,
     pack_linear,
@@ -183,6 +184,18 @@ class LoRALinear(AdaptedLayer, nn.Linear):
     def extra_repr(self) -> str:
         adapter = f"rank={self.rank}, scaling={self.scaling:g}, dropout={self.dropout:g}"
         return f"{super().extra_repr()}, {adapter}, dora={self.magnitude is not None}"
+
+
+class NarrowLoRALinear(LoRALinear):
+    """A `LoRALinear` whose frozen weight multiplies in the narrow type of its `NarrowLinear`."""
+
+    def _adopt_base_layer(self, linear: nn.Linear) -> None:
+        super()._adopt_base_layer(linear)
+        assert isinstance(linear, NarrowLinear)
+        self.products, self.part_multiple = linear.products, linear.part_multiple
+
+    def base_output(self, x: Tensor) -> Tensor:
+        return narrow_linear(self.products, x, self.weight, self.bias)
 
 
 class QLoRALinear(PackedLayer, LoRALinear):

@@ -3,8 +3,9 @@
 MXFP8 (OCP Microscaling Formats 1.0): blocks of 32 E4M3 numbers with a power of 2 (E8M0) as scale.
 NVFP4 (NVIDIA, arXiv:2509.25149, appendix C): blocks of 16 E2M1 numbers with an E4M3 number as
 scale, and a float32 scale for the whole tensor.
+Float8 by rows (torchao's recipe "rowwise"): a row of E4M3 numbers with a power of 2 as scale.
 
-Both are emulated: elements and scales are float32 tensors with values of the narrow type.
+All are emulated: elements and scales are float32 tensors with values of the narrow type.
 """
 
 import functools
@@ -16,12 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from torchtitan.components.weights.few_bits import TABLES
+
 MXFP8_BLOCK = 32
 NVFP4_BLOCK = 16
 
 _E4M3_LARGEST = 448.0
 _E4M3_SMALLEST_NORMAL = 2.0**-6
 _E2M1_LARGEST = 6.0
+_SMALLEST_ROW = 1e-12
 _E8M0_EXPONENTS = (-127, 127)
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, 1, -1)
@@ -73,12 +77,25 @@ def mxfp8(x: Tensor) -> Blocks:
     return Blocks(elements.flatten(-2), scales, scales.new_ones(()))
 
 
+def float8_rows(x: Tensor) -> Blocks:
+    """Cast (…, n) to float8 with one scale for each row: the smallest power of 2 that is at least
+    max / 448 (torchao's "rowwise"), and at least 1e-12 / 448. Elements are rounded half to even. A
+    row with an infinity or NaN becomes NaN."""
+    largest = x.abs().amax(-1, keepdim=True).double().clamp(min=_SMALLEST_ROW)
+    # rounded to float32 first, as in torchao; mantissa in [0.5, 1)
+    mantissa, exponent = torch.frexp((_E4M3_LARGEST / largest).float())
+    inverse = torch.ldexp(torch.ones_like(mantissa), exponent - 1)
+    inverse = torch.where(mantissa.isfinite() & (mantissa > 0), inverse, torch.nan)
+    return Blocks(_to_e4m3(x.float() * inverse), 1.0 / inverse, inverse.new_ones(()))
+
+
 def nvfp4(
     x: Tensor,
     *,
     square_blocks: bool = False,
     stochastic: bool = False,
     group: ProcessGroup | None = None,
+    peak: Tensor | None = None,
 ) -> Blocks:
     """Cast (…, n) to NVFP4, with n divisible by 16.
 
@@ -94,11 +111,13 @@ def nvfp4(
             2 (by which layouts scale gradients): equal tensors are rounded equally, in any process
             and at any time.
         group: ranks with other parts of the tensor. A collective.
+        peak: the largest value of the tensor, if known, as `largest_of` returns it.
     """
     x = x.float()
-    peak = x.abs().amax()
-    if group is not None:
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    if peak is None:
+        peak = largest_of(x)
+        if group is not None:
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
     # a tensor, since PyTorch divides a number by multiplying with the rounded inverse
     largest_value = torch.full_like(peak, _E4M3_LARGEST * _E2M1_LARGEST)
     encode = largest_value / torch.where(peak == 0, 1.0, peak)
@@ -116,6 +135,12 @@ def nvfp4(
     return Blocks(elements, scales, tensor_scale)
 
 
+def largest_of(x: Tensor) -> Tensor:
+    """Return the largest absolute value, () in float32; infinity if one is NaN, which a maximum
+    over ranks may drop."""
+    return x.abs().amax().float().nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
 def hadamard(x: Tensor) -> Tensor:
     """Multiply each 16 neighbors of (…, n) with random signs and an orthogonal Hadamard matrix,
     which spreads outliers over the block. The products of two transformed tensors over n are
@@ -130,6 +155,24 @@ def _hadamard_constants() -> tuple[Tensor, Tensor]:
     pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
     matrix = functools.reduce(torch.kron, [pair] * 4)
     return torch.tensor(SIGNS, dtype=torch.float32), matrix / NVFP4_BLOCK**0.5
+
+
+def pack_e2m1(elements: Tensor) -> Tensor:
+    """Return numbers of E2M1 (…, n) as bytes (…, n / 2), the lower half first. NaN becomes 6: its
+    tensor has no scale."""
+    sizes = torch.bucketize(elements.abs(), _e2m1_numbers(elements.device)[:8]).clamp(max=7)
+    codes = (sizes + 8 * elements.signbit()).to(torch.uint8).unflatten(-1, (-1, 2))
+    return codes[..., 0] | (codes[..., 1] << 4)
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """Return the numbers (…, n) of bytes (…, n / 2), float32."""
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    return _e2m1_numbers(packed.device)[codes.int()]
+
+
+def _e2m1_numbers(device: torch.device) -> Tensor:
+    return torch.tensor(TABLES["e2m1"], device=device)
 
 
 def padded(x: Tensor, block: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""`Float8LinearConverter`: linear layers computed in 8-bit floating point by torchao.
+"""`Float8LinearConverter`: linear layers computed in 8-bit floating point by torchao, and routed
+experts, emulated.
 
 A tensor t becomes float8(s t), with the scale s = max / max |t| over the whole tensor
 ("tensorwise") or over each row of a product's operand ("rowwise"); max is the largest number of the
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from torchtitan.components.quantization.narrow_products import Float8Products, narrow_experts
 from torchtitan.components.quantization.wide_layers import NarrowConverter
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.initialize import canonical_name, local_part
@@ -45,7 +47,8 @@ class Float8LinearConverter(NarrowConverter):
 
         recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
         """Scales of whole tensors (the fastest), of rows (more accurate; powers of 2), or of rows
-        with the weights' gradient in the higher precision (the most accurate)."""
+        with the weights' gradient in the higher precision (the most accurate). Only "rowwise", with
+        emulation, converts routed experts."""
 
         emulate: bool = False
         """Round like float8, but multiply in float32: runs everywhere, slower than without
@@ -102,10 +105,19 @@ class Float8LinearConverter(NarrowConverter):
 
     def reason_to_skip(self, name: str, layer: nn.Module) -> str:
         if isinstance(layer, StackedExperts):
-            return "routed experts (torchao has their products only in prototypes for GPUs)"
+            option = self.config.option
+            if self.config.recipe != "rowwise":
+                return f"routed experts, which only {option}.recipe rowwise multiplies"
+            if not self.config.emulate:
+                return (
+                    "routed experts, since torchao's kernels need groups of a multiple of 16 "
+                    f"tokens ({option}.emulate has no such limit)"
+                )
         return NarrowConverter.reason_to_skip(self, name, layer)
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
+        if isinstance(layer, StackedExperts):
+            return narrow_experts(layer, Float8Products(), part_multiple=1)
         float8 = import_torchao("torchao.float8")
         settings = dataclasses.replace(
             float8.Float8LinearConfig.from_recipe_name(self.config.recipe),

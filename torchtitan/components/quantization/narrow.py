@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from torchtitan.components.quantization.block_formats import MXFP8_BLOCK, NVFP4_BLOCK, SIGNS
+from torchtitan.components.quantization.narrow_gathers import NVFP4Gathers
 from torchtitan.components.quantization.narrow_products import (
     EmulatedProducts,
     MXFP8Products,
@@ -146,6 +147,12 @@ class NVFP4(BlockConverter):
         """Multiply both operands of the weights' gradient with a random Hadamard matrix, which
         spreads outliers."""
 
+        fsdp_nvfp4_all_gather: bool = False
+        """FSDP gathers the weights of linear layers in NVFP4, 4.03 bits each; results are bitwise
+        identical. Only of emulated products, since the kernels round whole weights themselves.
+        MXFP8 has no such option: its two products with a weight round it along other dimensions,
+        so both need 16.5 bits, more than bfloat16."""
+
         def check_run(
             self,
             *,
@@ -156,14 +163,44 @@ class NVFP4(BlockConverter):
             BlockConverter.Config.check_run(
                 self, training=training, parallelism=parallelism, compile=compile
             )
+            emulates = self.emulate or reason_to_emulate()
+            if self.fsdp_nvfp4_all_gather:
+                self._check_gathers(emulates=bool(emulates), offload=training.enable_cpu_offload)
             whole = self.stochastic_rounding and self.hadamard_transforms
-            if not (whole or self.emulate or reason_to_emulate()):
+            if not (whole or emulates):
                 raise UserError(
                     f"{self.option}: torchao's kernels have stochastic rounding and Hadamard "
                     f"transforms; set {self.option}.emulate to train without"
                 )
 
+        def _check_gathers(self, *, emulates: bool, offload: bool) -> None:
+            name = f"{self.option}.fsdp_nvfp4_all_gather"
+            if not emulates:
+                raise UserError(
+                    f"{name}: torchao's kernels round whole weights; remove this option, or set "
+                    f"{self.option}.emulate"
+                )
+            if offload:
+                raise UserError(
+                    f"{name} cannot be combined with --training.enable_cpu_offload, since FSDP "
+                    "copies weights to the device before it gathers them; leave out one of them"
+                )
+
     config: Config
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._gathers: NVFP4Gathers | None = None
+
+    def post_init_hook(self, model_parts: list[nn.Module]) -> None:
+        """Let FSDP gather NVFP4, if set. Raise `UserError` if it cannot."""
+        if self.config.fsdp_nvfp4_all_gather:
+            self._gathers = NVFP4Gathers(model_parts, self.config.option)
+        self.refresh_hook(model_parts)
+
+    def refresh_hook(self, model_parts: list[nn.Module]) -> None:
+        if self._gathers is not None:
+            self._gathers.refresh()
 
     def products(self) -> Products:
         return self._emulated() if self.emulates else _NVFP4Kernels()

@@ -6,7 +6,7 @@ rounding of the result to the type of the inputs, are not.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,17 +17,16 @@ from torchtitan.components.quantization.block_formats import (
     MXFP8_BLOCK,
     NVFP4_BLOCK,
     Blocks,
+    float8_rows,
     hadamard,
     mxfp8,
     nvfp4,
     padded,
+    unpack_e2m1,
 )
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.tools.sharded import is_dtensor
-from torchtitan.tools.torch_private import FakeTensor
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from torchtitan.tools.torch_private import FakeTensor, make_wrapper_subclass
 
 
 class Products(Protocol):
@@ -82,6 +81,26 @@ class EmulatedProducts:
         return torch.cat([self.multiply(rows, weight, group) for rows, weight in parts])
 
 
+class Float8Products(EmulatedProducts):
+    """Rows along the sum of each product, as in torchao's products of experts. Ranks that divide
+    rows have scales of their own."""
+
+    def forward_operands(
+        self, x_NI: Tensor, weight_OI: Tensor, group: ProcessGroup | None
+    ) -> tuple[Blocks, Blocks]:
+        return float8_rows(x_NI), float8_rows(weight_OI)
+
+    def input_gradient_operands(
+        self, gradient_NO: Tensor, weight_OI: Tensor, group: ProcessGroup | None
+    ) -> tuple[Blocks, Blocks]:
+        return float8_rows(gradient_NO), float8_rows(weight_OI.T)
+
+    def weight_gradient_operands(
+        self, gradient_NO: Tensor, x_NI: Tensor, group: ProcessGroup | None
+    ) -> tuple[Blocks, Blocks] | None:
+        return float8_rows(gradient_NO.T), float8_rows(x_NI.T)
+
+
 @dataclass(frozen=True)
 class MXFP8Products(EmulatedProducts):
     """Blocks of 32 along the sum of each product, as in torchao's recipes."""
@@ -119,13 +138,13 @@ class NVFP4Products(EmulatedProducts):
     def forward_operands(
         self, x_NI: Tensor, weight_OI: Tensor, group: ProcessGroup | None
     ) -> tuple[Blocks, Blocks]:
-        return nvfp4(x_NI, group=group), nvfp4(weight_OI, square_blocks=True, group=group)
+        return nvfp4(x_NI, group=group), _square_blocks(weight_OI, group)
 
     def input_gradient_operands(
         self, gradient_NO: Tensor, weight_OI: Tensor, group: ProcessGroup | None
     ) -> tuple[Blocks, Blocks]:
         gradient = nvfp4(gradient_NO, stochastic=self.stochastic, group=group)
-        return gradient, nvfp4(weight_OI.T, square_blocks=True, group=group)
+        return gradient, _square_blocks(weight_OI, group, transposed=True)
 
     def weight_gradient_operands(
         self, gradient_NO: Tensor, x_NI: Tensor, group: ProcessGroup | None
@@ -135,6 +154,55 @@ class NVFP4Products(EmulatedProducts):
             gradient_ON, x_IN = hadamard(gradient_ON), hadamard(x_IN)
         gradient = nvfp4(gradient_ON, stochastic=self.stochastic, group=group)
         return gradient, nvfp4(x_IN, group=group)
+
+
+class NVFP4Weight(Tensor):
+    """A weight (O, I) cast to NVFP4 in blocks of 16 x 16, as bytes (`narrow_gathers`): `packed` (O,
+    I / 2), `squares` (O / 16, I / 16), and `tensor_scale` (). Its gradient is of type `dtype`."""
+
+    @staticmethod
+    def __new__(
+        cls, packed: Tensor, squares: Tensor, tensor_scale: Tensor, dtype: torch.dtype
+    ) -> "NVFP4Weight":
+        shape = (len(packed), 2 * packed.shape[1])
+        weight: NVFP4Weight = make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)
+        return weight
+
+    def __init__(
+        self, packed: Tensor, squares: Tensor, tensor_scale: Tensor, dtype: torch.dtype
+    ) -> None:
+        self.packed = packed
+        self.squares = squares
+        self.tensor_scale = tensor_scale
+
+    def blocks(self, transposed: bool) -> Blocks:
+        """Return the blocks of the weight (O, I), or of its transpose (I, O)."""
+        elements = unpack_e2m1(self.packed)
+        squares = self.squares.view(torch.float8_e4m3fn).float()
+        if transposed:
+            elements, squares = elements.T, squares.T
+        return Blocks(elements, squares.repeat_interleave(NVFP4_BLOCK, 0), self.tensor_scale)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch calls it with the class
+        cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Return the same weight from what FSDP and autograd do with it; nothing else can."""
+        aten, (own, *_) = torch.ops.aten, args
+        same = (aten.detach.default, aten.as_strided.default, aten.view.default)
+        shape = torch.Size(args[1]) if len(args) > 1 else own.shape
+        if operation not in same or shape != own.shape:
+            raise NotImplementedError(f"{operation} of a weight in NVFP4")
+        return NVFP4Weight(own.packed, own.squares, own.tensor_scale, own.dtype)
+
+
+def _square_blocks(
+    weight_OI: Tensor, group: ProcessGroup | None, transposed: bool = False
+) -> Blocks:
+    """Return a weight in blocks of 16 x 16, or its transpose."""
+    if isinstance(weight_OI, NVFP4Weight):
+        return weight_OI.blocks(transposed)
+    return nvfp4(weight_OI.T if transposed else weight_OI, square_blocks=True, group=group)
 
 
 class NarrowLinear(nn.Linear):
@@ -150,24 +218,35 @@ class NarrowLinear(nn.Linear):
         """Divisor of the inputs and outputs of a rank."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (…, I) to (…, O). Under tensor parallelism, each rank multiplies its shard."""
-        y = self._shards(x, self.weight) if is_dtensor(x) else self._local(x, self.weight)
-        return y if self.bias is None else y + self.bias
+        """Map (…, I) to (…, O)."""
+        return narrow_linear(self.products, x, self.weight, self.bias)
 
-    def _local(self, x: Tensor, weight: Tensor, group: ProcessGroup | None = None) -> Tensor:
-        if isinstance(x, FakeTensor):  # a dry run counts the products of a device that has them
-            return F.linear(x, weight)
-        return self.products.multiply(x.flatten(0, -2), weight, group).unflatten(0, x.shape[:-1])
 
-    def _shards(self, x: "DTensor", weight: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor
+def narrow_linear(products: Products, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x weightᵀ + bias`, (…, I) to (…, O). Under tensor parallelism, each rank multiplies
+    its shard."""
+    multiply = _multiply_shards if is_dtensor(x) else _multiply
+    y = multiply(products, x, weight)
+    return y if bias is None else y + bias
 
-        assert is_dtensor(weight)
-        (of_weight,) = weight.placements
-        of_x, of_gradient, of_y = placements_of_product(x, weight)
-        group = None if of_weight.is_replicate() else weight.device_mesh.get_group()
-        y = self._local(x.to_local(grad_placements=[of_gradient]), weight.to_local(), group)
-        return DTensor.from_local(y, weight.device_mesh, [of_y], run_check=False)
+
+def _multiply(
+    products: Products, x: Tensor, weight: Tensor, group: ProcessGroup | None = None
+) -> Tensor:
+    if isinstance(x, FakeTensor):  # a dry run counts the products of a device that has them
+        return F.linear(x, weight)
+    return products.multiply(x.flatten(0, -2), weight, group).unflatten(0, x.shape[:-1])
+
+
+def _multiply_shards(products: Products, x: Any, weight: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    assert is_dtensor(weight)
+    (of_weight,) = weight.placements
+    _, of_gradient, of_y = placements_of_product(x, weight)
+    group = None if of_weight.is_replicate() else weight.device_mesh.get_group()
+    y = _multiply(products, x.to_local(grad_placements=[of_gradient]), weight.to_local(), group)
+    return DTensor.from_local(y, weight.device_mesh, [of_y], run_check=False)
 
 
 def placements_of_product(x: Tensor, weight: Tensor) -> tuple[Any, Any, Any]:
