@@ -536,6 +536,7 @@ def test_speed_of_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("torchtitan.foresight.this_machine.usable_cores", lambda: 2)
+    monkeypatch.setattr("torchtitan.foresight.this_machine._SECONDS", 1.0)
     device = device_named("cpu", 2)
     for dtype, flops in {
         torch.float32: device.float32_flops,

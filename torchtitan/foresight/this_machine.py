@@ -78,9 +78,9 @@ def _measure_together(processes: int) -> str:
     threads = threads_per_process(processes)  # as `torchtitan train` does
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     with tempfile.TemporaryDirectory() as folder:
-        program = "from torchtitan.foresight.this_machine import measure; measure({!r}, {}, {})"
+        program = "from torchtitan.foresight.this_machine import measure; measure({!r}, {}, {}, {})"
         words = [
-            [sys.executable, "-P", "-c", program.format(folder, processes, rank)]
+            [sys.executable, "-P", "-c", program.format(folder, processes, rank, _SECONDS)]
             for rank in range(processes)
         ]
         started = [
@@ -96,9 +96,9 @@ def _measure_together(processes: int) -> str:
     return outputs[0]
 
 
-def measure(folder: str, processes: int, rank: int) -> None:
-    """Print the speed of this process while others measure at the same time; they meet in a file of
-    `folder`."""
+def measure(folder: str, processes: int, rank: int, duration: float) -> None:
+    """Print the speed of this process while others measure at the same time, for `duration` seconds
+    or a few calls of each kind if these take longer; they meet in a file of `folder`."""
     keep_freed_memory()  # as in training
     init_group_in(folder, rank, processes, _TIMEOUT_SECONDS)
     torch.manual_seed(0)
@@ -125,15 +125,15 @@ def measure(folder: str, processes: int, rank: int) -> None:
         "small gathering": lambda: _gather(part[:_SMALL]),
     }
     with onednn_products():  # as in training
-        seconds = _seconds_of(calls)
+        seconds = _seconds_of(calls, duration)
         names = ("float32", "bfloat16", "attention", "elementwise")
         rates = {name: _work_of(calls[name]) / seconds[name] for name in names}
     latency = (seconds["small sum"] + seconds["small gathering"]) / 2
-    duration = seconds["sum"] + seconds["gathering"]
+    messages = seconds["sum"] + seconds["gathering"]
     # To gather, a ring sends (n - 1) / n of the message, and to sum, twice as much. Latency varies
     # on busy machines.
     bandwidth = (
-        3 * 4 * _LARGE * (processes - 1) / processes / max(duration - 2 * latency, duration / 2)
+        3 * 4 * _LARGE * (processes - 1) / processes / max(messages - 2 * latency, messages / 2)
     )
     fields = dict(
         name=f"this machine, {processes} process(es)",
@@ -158,10 +158,11 @@ def measure(folder: str, processes: int, rank: int) -> None:
     print(json.dumps(fields))
 
 
-def _seconds_of(calls: dict[str, Call]) -> dict[str, float]:
-    """Return the duration of each call; all processes run the calls in turn."""
+def _seconds_of(calls: dict[str, Call], duration: float) -> dict[str, float]:
+    """Return the seconds of each call; all processes run the calls in turn, for `duration`
+    seconds."""
     durations: dict[str, list[float]] = {name: [] for name in calls}
-    end, going_on = time.perf_counter() + _SECONDS, torch.tensor(True)
+    end, going_on = time.perf_counter() + duration, torch.tensor(True)
     while going_on:
         for name, call in calls.items():
             start = time.perf_counter()
