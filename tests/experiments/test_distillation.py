@@ -131,6 +131,13 @@ def test_the_first_step_equals_full_logits_in_float64(folder, tmp_path, monkeypa
     assert grad_norm == pytest.approx(float(norm), rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def in_one_process(folder, tmp_path_factory) -> Path:
+    dump = tmp_path_factory.mktemp("one")
+    distill(folder, dump)
+    return dump
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "degrees"),
@@ -143,15 +150,16 @@ def test_the_first_step_equals_full_logits_in_float64(folder, tmp_path, monkeypa
     ],
     ids=["FSDP", "TP", "TP, whole logits", "CP", "HSDP"],
 )
-def test_a_sharded_teacher_matches_one_process(folder, tmp_path, processes, degrees):
+def test_a_sharded_teacher_matches_one_process(
+    folder, in_one_process, tmp_path, processes, degrees
+):
     """The tolerance of 1e-4 covers a different order of sums over four steps of Adam."""
-    distill(folder, tmp_path / "one")
     options = {f"parallelism__{name}": degree for name, degree in degrees.items()}
     options["training__local_batch_size"] = 1
     run_processes(distill_on_ranks, processes, folder, tmp_path / "many", options)
     for row, expected in zip(
         read_metrics(tmp_path / "many", *NUMBERS),
-        read_metrics(tmp_path / "one", *NUMBERS),
+        read_metrics(in_one_process, *NUMBERS),
         strict=True,
     ):
         assert row == pytest.approx(expected, rel=1e-4)
@@ -357,6 +365,16 @@ def test_a_complete_cache_is_not_looked_up_again_unless_a_file_is_missing(
     assert missing.exists()
 
 
+@pytest.fixture(scope="module")
+def from_the_cache(folder, cache, tmp_path_factory) -> Path:
+    """Folder of a run in one process that does not need the teacher."""
+    dump = tmp_path_factory.mktemp("one")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistillationTrainer, "frozen_results", None)
+        distill(folder, dump, teacher__cache=cache, teacher__top_k=50)
+    return dump
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "degrees",
@@ -366,10 +384,8 @@ def test_a_complete_cache_is_not_looked_up_again_unless_a_file_is_missing(
         {"context_parallel_degree": 2},
     ],
 )
-def test_a_cache_serves_other_layouts(folder, cache, tmp_path, monkeypatch, degrees):
-    """The teacher is not needed. The tolerances of 1e-4 cover a different order of sums."""
-    monkeypatch.setattr(DistillationTrainer, "frozen_results", None)
-    distill(folder, tmp_path / "one", teacher__cache=cache, teacher__top_k=50)
+def test_a_cache_serves_other_layouts(folder, cache, from_the_cache, tmp_path, degrees):
+    """The tolerances of 1e-4 cover a different order of sums."""
     options = {f"parallelism__{name}": degree for name, degree in degrees.items()}
     options |= {"training__local_batch_size": 1, "teacher__cache": cache, "teacher__top_k": 50}
     before = stamps(cache)
@@ -377,7 +393,7 @@ def test_a_cache_serves_other_layouts(folder, cache, tmp_path, monkeypatch, degr
     assert stamps(cache) == before
     for row, expected in zip(
         read_metrics(tmp_path / "many", *NUMBERS),
-        read_metrics(tmp_path / "one", *NUMBERS),
+        read_metrics(from_the_cache, *NUMBERS),
         strict=True,
     ):
         assert row == pytest.approx(expected, rel=1e-4)

@@ -2,10 +2,12 @@
 processes, tools."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -551,25 +553,42 @@ def test_completions_that_cannot_be_written_do_not_end_the_run(
     assert caplog.text.count("completions.jsonl cannot be written: full") == 1
 
 
+def three_steps(method: str) -> dict[str, object]:
+    return {"training__steps": 3, "training__local_batch_size": 4, "policy__method": method}
+
+
+@pytest.fixture(scope="module")
+def in_one_process(folder, tmp_path_factory) -> Callable[[str], Path]:
+    """Return a function of a method that trains it once in this process, and returns the folder of
+    the run."""
+
+    @functools.cache
+    def trained(method: str) -> Path:
+        dump = tmp_path_factory.mktemp("one")
+        train_rl(folder, dump, **three_steps(method))
+        return dump
+
+    return trained
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
 @pytest.mark.parametrize("layout", ["data_parallel_shard_degree", "tensor_parallel_degree"])
-def test_two_processes_write_the_same(folder, tmp_path, layout, method):
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_two_processes_write_the_same(folder, in_one_process, tmp_path, layout, method):
     """Rounding may change a token only at a boundary of its distribution, which does not happen
     here."""
-    options = {"training__steps": 3, "training__local_batch_size": 4, "policy__method": method}
-    train_rl(folder, tmp_path / "one", **options)
+    one, options = in_one_process(method), three_steps(method)
     options["training__local_batch_size"] = 2 if layout.startswith("data") else 4
     degrees = {"parallelism__data_parallel_shard_degree": 1, f"parallelism__{layout}": 2}
     run_processes(train_on_ranks, 2, folder, tmp_path / "two", {**options, **degrees})
     lines = [
-        (tmp_path / name / "completions.jsonl").read_text().splitlines() for name in ("one", "two")
+        (dump / "completions.jsonl").read_text().splitlines() for dump in (one, tmp_path / "two")
     ]
     assert [json.loads(line)["tokens"] for line in lines[0]] == [
         json.loads(line)["tokens"] for line in lines[1]
     ]
     for row, expected in zip(
-        *(read_metrics(tmp_path / name, *NUMBERS) for name in ("two", "one")), strict=True
+        *(read_metrics(dump, *NUMBERS) for dump in (tmp_path / "two", one)), strict=True
     ):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
