@@ -396,21 +396,29 @@ ON_TWO_RANKS = {
 }
 
 
+@pytest.fixture(scope="module")
+def on_one_rank(folders: Any, data: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of two steps in this process."""
+    dump = tmp_path_factory.mktemp("one")
+    train(folders("smolvlm"), data[0], dump, training__steps=2)
+    return dump
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ON_TWO_RANKS)
-def test_two_ranks_equal_one(layout: str, folders: Any, data: Any, tmp_path: Path) -> None:
+def test_two_ranks_equal_one(
+    layout: str, on_one_rank: Path, folders: Any, data: Any, tmp_path: Path
+) -> None:
     """One rank has fewer images in some passes, or none."""
     source, *_ = data
-    folder = folders("smolvlm")
-    train(folder, source, tmp_path / "one", training__steps=2)
     options = {
         "training__steps": 2,
         "training__local_batch_size": 1,
         "training__global_batch_size": 4,
         **{f"parallelism__{name}": degree for name, degree in ON_TWO_RANKS[layout].items()},
     }
-    run_processes(train_rank, 2, tmp_path / "two", folder, source, options)
+    run_processes(train_rank, 2, tmp_path / "two", folders("smolvlm"), source, options)
     names = ("loss", "grad_norm", "reward", "length", "importance_weight")
-    expected = read_metrics(tmp_path / "one", *names)
+    expected = read_metrics(on_one_rank, *names)
     found = read_metrics(tmp_path / "two", *names)
     assert np.array(found) == pytest.approx(np.array(expected), rel=1e-4, abs=1e-5)
