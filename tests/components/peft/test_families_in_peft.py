@@ -1,5 +1,6 @@
 """peft opens the adapters of every family with the same logits, and the other way round."""
 
+import copy
 import functools
 import json
 import re
@@ -124,6 +125,16 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
     return base
 
 
+@functools.cache
+def opened(folder: Path) -> nn.Module:
+    return open_base(folder)
+
+
+def fresh(folder: Path) -> nn.Module:
+    """Return a copy of the model of a folder, for peft to change."""
+    return copy.deepcopy(opened(folder))
+
+
 def lora_config(kind: str, spec: ModelSpec) -> LoRA.Config:
     """Return a configuration of a kind with rank 4 and alpha 6, so that a wrong scale changes the
     logits."""
@@ -191,7 +202,7 @@ def test_peft_opens_what_a_family_writes(
             write(tmp_path / "adapter", config, model, spec)
         return
     write(tmp_path / "adapter", config, model, spec)
-    below = open_base(base)
+    below = fresh(base)
     assert relative_difference(model, below) > 0.1  # the adapter matters
     theirs = open_without_warnings(below, tmp_path / "adapter")
     tolerance = LESS_PRECISE.get(name, TOLERANCE)
@@ -221,7 +232,7 @@ def test_a_family_opens_what_peft_writes(
     options.inference_mode = False
     options.rank_pattern = {r"layers\.1\..*": 3} if kind == "patterns" else {}
     options.alpha_pattern = {r"layers\.2\..*": 9} if kind == "patterns" else {}
-    theirs = peft.get_peft_model(open_base(base), options).eval()
+    theirs = peft.get_peft_model(fresh(base), options).eval()
     randomize(theirs, seed=3)
     theirs.save_pretrained(tmp_path / "theirs")
     read(tmp_path / "theirs", config, spec, model)
@@ -250,7 +261,7 @@ def test_dropout_that_peft_does_not_support_is_left_out(
     model = adapted(spec, config, plain, seed=1)
     write(tmp_path / "adapter", config, model, spec)
     assert (
-        relative_difference(model, open_without_warnings(open_base(base), tmp_path / "adapter"))
+        relative_difference(model, open_without_warnings(fresh(base), tmp_path / "adapter"))
         < TOLERANCE
     )
     assert "has lora_dropout 0 in place of 0.1" in caplog.text
@@ -307,7 +318,7 @@ def test_a_family_with_experts_opens_targets_of_peft(
     options = peft.LoraConfig(
         r=4, lora_alpha=6, target_modules=targets, use_rslora=rslora, task_type="CAUSAL_LM"
     )
-    theirs = peft.get_peft_model(open_base(base), options).eval()
+    theirs = peft.get_peft_model(fresh(base), options).eval()
     randomize(theirs, seed=3)
     theirs.save_pretrained(tmp_path / "theirs")
     layers = names_of_targets(theirs, spec)
@@ -325,7 +336,7 @@ def test_a_family_with_experts_opens_targets_of_peft(
     assert relative_difference(model, theirs) < TOLERANCE
     randomize(model, seed=4)  # as more training
     write(tmp_path / "ours", config, model, spec)
-    again = open_without_warnings(open_base(base), tmp_path / "ours")
+    again = open_without_warnings(fresh(base), tmp_path / "ours")
     assert relative_difference(model, again) < TOLERANCE
 
 
@@ -336,7 +347,7 @@ def test_routers_of_all_linear_layers_are_read(bases: Bases, dora: bool, tmp_pat
     options = peft.LoraConfig(
         r=4, lora_alpha=6, target_modules="all-linear", use_dora=dora, task_type="CAUSAL_LM"
     )
-    theirs = peft.get_peft_model(open_base(base), options).eval()
+    theirs = peft.get_peft_model(fresh(base), options).eval()
     randomize(theirs, seed=3)
     theirs.save_pretrained(tmp_path / "theirs")
     layers = names_of_targets(theirs, spec)
@@ -355,6 +366,6 @@ def test_routers_of_all_linear_layers_are_read(bases: Bases, dora: bool, tmp_pat
         return
     write(tmp_path / "ours", config, model, spec)
     assert (
-        relative_difference(model, open_without_warnings(open_base(base), tmp_path / "ours"))
+        relative_difference(model, open_without_warnings(fresh(base), tmp_path / "ours"))
         < TOLERANCE
     )
