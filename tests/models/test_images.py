@@ -312,6 +312,21 @@ def train_rank(folder: Path, model: Path, rows: Path, more: dict[str, Any]) -> N
     train(folder, **options(model, rows, **more))
 
 
+@pytest.fixture(scope="module")
+def on_one_rank(folders: Any, data: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that trains parts of a type for three steps in this process, once; it
+    returns the folder of the run, and the names of its units and of the layers of its tower."""
+
+    @lru_cache
+    def trained(model_type: str, *parts: str) -> tuple[Path, set[str], list[str]]:
+        dump = tmp_path_factory.mktemp("one")
+        chosen = {"training__steps": 3, "model__train": list(parts)}
+        [model] = train(dump, **options(folders(model_type), data[0], **chosen)).model_parts
+        return dump, set(model.units()), list(model.vision_layers())
+
+    return trained
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "replicas", "parts"),
@@ -323,16 +338,20 @@ def train_rank(folder: Path, model: Path, rows: Path, more: dict[str, Any]) -> N
     ],
 )
 def test_ranks_may_have_different_numbers_of_images(
-    model_type: str, replicas: int, parts: list[str], folders: Any, data: Any, tmp_path: Path
+    model_type: str,
+    replicas: int,
+    parts: list[str],
+    on_one_rank: Any,
+    folders: Any,
+    data: Any,
+    tmp_path: Path,
 ) -> None:
     """Each of two ranks gets a row per pass; in one pass, a rank has no images, and runs the vision
     tower, whose layers are units, with a blank one."""
     rows, *_ = data
-    folder = folders(model_type)
-    one = train(tmp_path / "one", **options(folder, rows, training__steps=3, model__train=parts))
-    [model] = one.model_parts
-    assert len(model.vision_layers()) == 2
-    assert set(model.vision_layers()) <= set(model.units())
+    one, units, vision_layers = on_one_rank(model_type, *parts)
+    assert len(vision_layers) == 2
+    assert set(vision_layers) <= units
     more = {
         "model__train": parts,
         "training__steps": 3,
@@ -341,8 +360,8 @@ def test_ranks_may_have_different_numbers_of_images(
         "parallelism__data_parallel_replicate_degree": replicas,
         "parallelism__data_parallel_shard_degree": 2 // replicas,
     }
-    run_processes(train_rank, 2, tmp_path / "two", folder, rows, more)
-    expected = read_metrics(tmp_path / "one", "loss", "grad_norm")
+    run_processes(train_rank, 2, tmp_path / "two", folders(model_type), rows, more)
+    expected = read_metrics(one, "loss", "grad_norm")
     found = read_metrics(tmp_path / "two", "loss", "grad_norm")
     assert np.array(found) == pytest.approx(np.array(expected), rel=1e-5)
 
@@ -358,20 +377,19 @@ IN_TENSOR_PARALLEL = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "shards"), IN_TENSOR_PARALLEL)
 def test_tensor_parallelism_changes_nothing(
-    model_type: str, shards: int, folders: Any, tmp_path: Path
+    model_type: str, shards: int, on_one_rank: Any, folders: Any, data: Any, tmp_path: Path
 ) -> None:
     """Two ranks split the language model, and each computes the whole vision tower."""
-    folder = folders(model_type)
-    rows, *_ = write_rows(tmp_path / "data")
-    one = {"training__steps": 3}
-    train(tmp_path / "one", **options(folder, rows, **one))
-    more = one | {
+    rows, *_ = data
+    one, *_ = on_one_rank(model_type, "language", "projector", "vision")
+    more = {
+        "training__steps": 3,
         "parallelism__tensor_parallel_degree": 2,
         "parallelism__data_parallel_shard_degree": shards,
         "training__local_batch_size": 4 // shards,
     }
-    run_processes(train_rank, 2 * shards, tmp_path / "split", folder, rows, more)
-    expected = read_metrics(tmp_path / "one", "loss", "grad_norm")
+    run_processes(train_rank, 2 * shards, tmp_path / "split", folders(model_type), rows, more)
+    expected = read_metrics(one, "loss", "grad_norm")
     found = read_metrics(tmp_path / "split", "loss", "grad_norm")
     assert np.array(found) == pytest.approx(np.array(expected), rel=1e-5)
 
