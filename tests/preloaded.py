@@ -19,6 +19,7 @@ import torch.distributed.run  # noqa: F401
 import torch.distributed.tensor.parallel  # noqa: F401
 import torch.multiprocessing  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
+import transformers.processing_utils  # noqa: F401
 
 import tests.conftest  # noqa: F401
 import tests.training  # noqa: F401
@@ -32,7 +33,7 @@ import torchtitan.components.checkpoint.dcp  # noqa: F401
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.registry import built_in_modules, import_package
 
-for module in built_in_modules().keys() - {"transformers"}:  # imports that library
+for module in built_in_modules():
     import_package(module)
 
 ConfigManager().parse_args([])  # the first one imports parsers and reads the docstrings of options
