@@ -11,9 +11,6 @@ from typing import Annotated, Any, NamedTuple, cast
 
 from torchtitan.components.data.finetuning.conversions import ANSWERS
 from torchtitan.components.data.finetuning.functions import load_function
-from torchtitan.components.rollout.answers import final_answer, numbers_of
-from torchtitan.components.rollout.exact_numbers import same_numbers
-from torchtitan.components.rollout.math_reward import MathReward
 from torchtitan.config.code import NamesCode
 from torchtitan.tools.errors import UserError, errors_of, require
 from torchtitan.tools.logging import logger
@@ -42,6 +39,10 @@ def reference_answer(row: Mapping[str, object]) -> str:
 def number_match(prompt: str, completion: str, row: Mapping[str, object]) -> float:
     """Return 1 if the final answers of completion and reference are the same number, exactly, or
     the same list of numbers; else 0. Raise `UserError` without reference."""
+    # deferred: its patterns take a quarter of a second, which other runs need not wait
+    from torchtitan.components.rollout.answers import final_answer, numbers_of
+    from torchtitan.components.rollout.exact_numbers import same_numbers
+
     reference = reference_answer(row)
     expected = numbers_of(final_answer(reference))
     if not expected:
@@ -61,6 +62,8 @@ def _warn_of_no_number(reference: str) -> None:
 def math_match() -> Reward:
     """Return a function that returns 1 if the final answers of completion and reference are equal,
     else 0. Raise `UserError` if math-verify is not installed."""
+    from torchtitan.components.rollout.math_reward import MathReward  # deferred as above
+
     equal = MathReward()
     return lambda prompt, completion, row: equal(reference_answer(row), completion)
 
