@@ -73,12 +73,29 @@ def _texts_below(item: Any, key: str, text: str | None) -> dict[str, str]:
     return {key: " ".join((text or "").split()), **texts_of(item, key)}
 
 
+def classes_of(value: Any, key: str = "") -> dict[str, str]:
+    """Return the classes of all sections by key, each as module:name."""
+    own = {}
+    if dataclasses.is_dataclass(value):
+        own = {key: f"{type(value).__module__}:{type(value).__qualname__}"}
+        items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, list) and all(isinstance(item, Configurable.Config) for item in value):
+        items = {config_key(item): item for item in value}
+    else:
+        items = value if isinstance(value, Mapping) else {}
+    found: dict[str, str] = {}
+    for name, item in items.items():
+        found |= classes_of(item, f"{key}.{name}".lstrip("."))
+    return found | own
+
+
 def table() -> dict[str, Any]:
     sections: dict[str, int] = {}
     values: dict[str, int] = {}
     numbers: dict[str, dict[str, list[list[int]]]] = {}
     for module, name, config in configurations():
         types, texts = types_by_key(config, type(config)), texts_of(config)
+        classes = classes_of(config)
         found = leaves(config.to_dict())
         pairs = []
         for section, group in groupby(found, lambda key: key.rpartition(".")[0]):
@@ -88,7 +105,10 @@ def table() -> dict[str, Any]:
             }
             parents = [section[:end] for end, letter in enumerate(section) if letter == "."]
             part = {
-                "sections": {parent: texts.get(parent, "") for parent in (*parents, section)},
+                "sections": {
+                    parent: [classes.get(parent), texts.get(parent, "")]
+                    for parent in (*parents, section)
+                },
                 "options": options,
             }
             rows = [found[key] for key in options]

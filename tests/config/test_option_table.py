@@ -15,7 +15,8 @@ from tests.config.test_config import parse
 from tests.config.test_options import own_fields, places_in_configurations
 from tests.options_table import as_text, configurations, table
 from torchtitan.config import manager, option_table, registry
-from torchtitan.config.configurable import describe, fits
+from torchtitan.config.configurable import describe, fits, leaves
+from torchtitan.config.manager import ConfigManager
 from torchtitan.config.option_table import (
     declaring_parts,
     files_of_declarations,
@@ -30,7 +31,7 @@ from torchtitan.config.registry import (
     load_config_function,
     needs_assets,
 )
-from torchtitan.config.values import is_hidden, types_by_key
+from torchtitan.config.values import is_hidden, option_names, types_by_key
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.tools.errors import UserError
@@ -56,6 +57,10 @@ def test_table_has_the_options_of_every_configuration():
                 assert [fits(word, listed) for word in VALUES] == [
                     fits(word, declared) for word in VALUES
                 ]
+        for part in ("dataloader", "tokenizer"):
+            if known.has([part]):
+                built, own = known.component(part, {}), getattr(config, part)
+                assert type(built) is type(own) and built == own
 
 
 def test_digest_covers_what_declares_an_option(tmp_path, monkeypatch):
@@ -273,6 +278,45 @@ def test_torch_is_not_imported(words):
         [sys.executable, "-P", "-c", code, "train", *words], capture_output=True, text=True
     )
     assert result.returncode == 2 and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("config", ["debugmodel", "debugmodel_sft"])
+def test_components_are_those_of_the_configuration(config, tmp_path, monkeypatch):
+    names = ("dataloader", "tokenizer", "hf_assets_path")
+    words = ["--config", config, "--dataloader.cache_dir", "3", "--dataloader.weights", "1", "2e0"]
+    words += ["--dataloader.verify_caches", "--hf_assets_path=a"]
+    file = tmp_path / "run.yaml"
+    file.write_text("dataloader: {cache_dir: '3'}")
+    with monkeypatch.context() as without_import:
+        without_import.delattr(manager, "load_config_function")
+        early = ConfigManager().parse_components(words, names)
+        with pytest.raises(NameError):  # values of a file may need trust
+            ConfigManager().parse_components([*words, f"--config_file={file}"], names)
+    late = parse(*words).config
+    assert early == {name: getattr(late, name) for name in names}
+    assert early["dataloader"].weights == [1.0, 2.0] and early["dataloader"].cache_dir == "3"
+    assert ConfigManager().parse_components([*words, f"--config_file={file}"], names) == early
+
+
+def test_values_are_those_of_tyro():
+    """Each option of a configuration is set to values of its type in turn; tyro, which prints the
+    help, parses the same ones."""
+    config, manager_ = parse().config, ConfigManager()
+    types = types_by_key(config, type(config))
+    options = option_names(leaves(config.to_dict()), types)
+    n_set = 0
+    for values in (["None", "1"], ["abc", "1e3"], ["", "0.5"]):
+        words = []
+        for key in options:
+            if types[key] is bool:
+                words.append(f"--{key}")
+            elif fitting := [value for value in values if fits(value, types[key])]:
+                words += [f"--{key}", fitting[0]]
+        n_set += len(words)
+        parsed = manager_._parse(config, words, options)
+        assert parsed == manager_._parse_by_tyro(config, words, options)
+        assert parsed != config
+    assert n_set > 300
 
 
 @pytest.mark.parametrize("words", [["--training.steps", "3"], ["--optimizer.name", "SGD"]])

@@ -313,6 +313,17 @@ def fits(value: object, declared: object, *, quoted: bool = True) -> bool:
     return True
 
 
+def is_plain(declared: object) -> bool:
+    """Return whether files can express all values of the declared type, as `fits` checks them."""
+    arguments = [one for one in get_args(declared) if one is not Ellipsis]
+    origin = get_origin(declared)
+    if origin is Annotated:
+        return is_plain(arguments[0])
+    if origin in (Union, UnionType, list, tuple):
+        return all(map(is_plain, arguments))
+    return origin is Literal or declared in (NoneType, bool, int, float, str, Path)
+
+
 def convert(value: object, declared: object) -> Any:
     """Return a value that `fits` the declared type, quoted or not, as this type."""
     arguments = get_args(declared)

@@ -1,5 +1,6 @@
 """`ConfigManager`: resolve the command line to one configuration."""
 
+import argparse
 import contextlib
 import io
 import re
@@ -26,10 +27,10 @@ from tyro.constructors import (
 from torchtitan.config.code import NamesCode, untrusted_in
 from torchtitan.config.configurable import (
     Configurable,
-    config_key,
     describe,
     fits,
     holds_list,
+    is_plain,
     leaves,
     whole_number,
 )
@@ -48,7 +49,14 @@ from torchtitan.config.registry import (
     needs_assets,
     optional_parameters,
 )
-from torchtitan.config.values import is_hidden, nested, option_names, types_by_key, with_values
+from torchtitan.config.values import (
+    by_name,
+    is_hidden,
+    nested,
+    option_names,
+    types_by_key,
+    with_values,
+)
 from torchtitan.config.yaml_files import read_config_file
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, suggest
@@ -109,10 +117,7 @@ class ConfigManager:
                 an unusable configuration file.
             SystemExit: after `--help`.
         """
-        selectors = Parser(prog=self.prog, add_help=False, allow_abbrev=False)
-        for name in (*DEFAULT_SELECTION, "config_file"):
-            selectors.add_argument(f"--{name}")
-        selected, overrides = selectors.parse_known_args(args)
+        selected, overrides = self._selected(args)
         file = selected.config_file
         document = read_config_file(Path(file), f"--config_file {file}") if file else {}
         in_file = {name: document.pop(name, None) for name in DEFAULT_SELECTION}
@@ -167,12 +172,35 @@ class ConfigManager:
             _check_trust(config, [default, without_file], selected.config_file)
         return ResolvedConfig(module, config_name, config)
 
+    def parse_components(self, args: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+        """Resolve components or options at the top of a configuration, by name, as `parse_args`
+        does. Components of built-in configurations are built from the table of options, which
+        imports only their modules, unless a file is given, whose values may need trust."""
+        selected, overrides = self._selected(args)
+        module, config_name = (
+            getattr(selected, name) or default for name, default in DEFAULT_SELECTION.items()
+        )
+        known = None if selected.config_file else known_configuration(module, config_name)
+        if known is None or not known.is_current or not known.has(names):
+            config = self.parse_args(args).config
+            return {name: getattr(config, name) for name in names}
+        given = self._check_early(known, overrides, {}, "")
+        return {name: known.component(name, given) for name in names}
+
+    def _selected(self, args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return the options that select a configuration, and the other words."""
+        selectors = Parser(prog=self.prog, add_help=False, allow_abbrev=False)
+        for name in (*DEFAULT_SELECTION, "config_file"):
+            selectors.add_argument(f"--{name}")
+        return selectors.parse_known_args(args)
+
     def _check_early(
         self, known: KnownConfiguration, args: list[str], document: Mapping[str, object], path: str
-    ) -> None:
+    ) -> dict[str, object]:
         """Report a mistake, or print the help, without importing torch, if the table of options is
-        up to date."""
+        up to date. Return the values that are set by key."""
         types, options = known.types, known.options
+        given: dict[str, object] = {}
         try:
             _check_keys(document, list(types), path)
             _check_values(document, types, path)
@@ -191,6 +219,7 @@ class ConfigManager:
         except UserError:
             if known.is_current:
                 raise
+        return given
 
     def _assets_path(
         self, config_name: str, overrides: list[str], document: Mapping[str, object]
@@ -235,8 +264,22 @@ class ConfigManager:
             arguments[name] = whole_number(str(value)) if kind is int else kind(value)
         return arguments
 
-    def _parse(self, default: object, args: list[str], known: Collection[str]) -> Any:
-        _check_words(args, types_by_key(default, type(default)))
+    def _parse(self, default: Any, args: Sequence[str], known: Collection[str]) -> Any:
+        """Return a configuration with the values on the command line, or print the help."""
+        types = types_by_key(default, type(default))
+        _check_words(args, types)
+        options = {key: types[key] for key in known if key in types}
+        given = _values_in(args, options)
+        is_help = bool({"-h", "--help"} & set(args))
+        if is_help or not all(is_plain(options[key]) for key in given):
+            return self._parse_by_tyro(default, args, known)
+        if unknown := _unknown_words(args, options):
+            raise self._unknown(unknown, known)
+        with _refusals_named():
+            return with_values(default, type(default), nested(given))
+
+    def _parse_by_tyro(self, default: Any, args: Sequence[str], known: Collection[str]) -> Any:
+        """As `_parse`, slower, also for values that files cannot express."""
         registry, printed = ConstructorRegistry(), io.StringIO()
         registry.struct_rule(_named_configs_rule)
         registry.primitive_rule(_whole_numbers_rule)
@@ -300,16 +343,13 @@ def _named_configs_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
     is_config_list = get_origin(info.type) is list and arguments and isinstance(arguments[0], type)
     if not (is_config_list and issubclass(arguments[0], Configurable.Config)):
         return None
-    configs = list(info.default) if isinstance(info.default, (list, tuple)) else []
-    names = [config_key(config) for config in configs]
-    if len(set(names)) < len(names):
-        raise UserError(f"the same component is listed twice: {', '.join(names)}")
+    configs = by_name(info.default) if isinstance(info.default, (list, tuple)) else {}
 
     return StructConstructorSpec(
-        instantiate=lambda **values: [values[name] for name in names],
+        instantiate=lambda **values: [values[name] for name in configs],
         fields=tuple(
             StructFieldSpec(name=name, type=type(config), default=config)
-            for name, config in zip(names, configs, strict=True)
+            for name, config in configs.items()
         ),
     )
 
@@ -363,10 +403,12 @@ def _given_in(words: Sequence[str], types: Mapping[str, object]) -> dict[str, li
 def _values_in(words: Sequence[str], types: Mapping[str, object]) -> dict[str, object]:
     """Return the values of options on the command line, with booleans as switches; they fit their
     types."""
-    values: dict[str, object] = {
-        key: given if holds_list(types[key]) and given != ["None"] else given[0]
-        for key, given in _given_in(words, types).items()
-    }
+    values: dict[str, object] = {}
+    for key, given in _given_in(words, types).items():
+        if given == ["None"] and fits(None, types[key]):
+            values[key] = None
+        else:
+            values[key] = given if holds_list(types[key]) else given[0]
     return values | _switched(words, types)
 
 

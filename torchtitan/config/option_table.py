@@ -3,11 +3,13 @@ seconds."""
 
 import dataclasses
 import hashlib
+import importlib
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from functools import cached_property, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_type_hints
 
@@ -26,10 +28,11 @@ from torchtitan.config.values import nested
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 TABLE = _PACKAGE / "assets/options.json"
-"""Written by `python -m tests.options_table`: `sections` lists sections, or parts of them, with the
-type and the help text of each option (null: a field that is not an option), `values` their default
-values; `configurations` has the numbers of sections and of values of each configuration. It
-excludes configurations for a folder, whose options depend on it."""
+"""Written by `python -m tests.options_table`: `sections` lists sections, or parts of them, with
+their classes and help texts, and the type and the help text of each option (null: a field that is
+not an option), `values` their default values; `configurations` has the numbers of sections and of
+values of each configuration. It excludes configurations for a folder, whose options depend on
+it."""
 
 _DECLARATIONS = re.compile(
     r"^( *)class \w*Config\b[^\n]*\n"
@@ -76,8 +79,8 @@ class KnownConfiguration:
     def __init__(self, table: Mapping[str, Any], numbers: list[list[int]]):
         self._source = table["source"]
         self.fields: dict[str, Option] = {}
-        self._sections: dict[str, str] = {}
-        """Help texts of sections."""
+        self._sections: dict[str, tuple[str | None, str]] = {}
+        """Class (module:name) and help text of each section; None: not of a dataclass."""
         for section, values in numbers:
             part = table["sections"][section]
             self._sections |= part["sections"]
@@ -117,6 +120,25 @@ class KnownConfiguration:
         """Return the section `parallelism`, with the values `given` by key."""
         return ParallelismConfig(**self.section("parallelism", given))
 
+    def has(self, names: Collection[str]) -> bool:
+        """Return whether the table has all of these options, or components with options."""
+        return all(name in self.fields or self._sections.get(name, ("", ""))[0] for name in names)
+
+    def component(self, name: str, given: Mapping[str, object]) -> Any:
+        """Return the configuration of a component, or the value of an option, with the values
+        `given` by key. This imports only the modules of the component and its parts."""
+        if name in self.fields:
+            return self.value(name, given)
+        prefix = f"{name}."
+        parts = dict.fromkeys(
+            key.removeprefix(prefix).partition(".")[0]
+            for key in self.fields
+            if key.startswith(prefix)
+        )
+        module, _, path = str(self._sections[name][0]).partition(":")
+        config: Any = attrgetter(path)(importlib.import_module(module))
+        return config(**{part: self.component(f"{prefix}{part}", given) for part in parts})
+
     @cached_property
     def is_current(self) -> bool:
         """Return whether no configuration has been edited since the table was written. Default
@@ -138,7 +160,7 @@ class KnownConfiguration:
                 make = partial(copy, item.default)
             else:
                 kind = make = self._stand_in(item, key)
-                text = self._sections.get(key, "")
+                _, text = self._sections.get(key, (None, ""))
             default = dataclasses.field(default_factory=make, metadata={"help": text})
             fields.append((name, kind, default))
         return dataclasses.make_dataclass("StandIn", fields, kw_only=True)

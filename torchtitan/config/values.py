@@ -1,12 +1,13 @@
 """Types and values of a configuration by their keys, as on the command line."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import tyro
 
 from torchtitan.config.configurable import Configurable, config_key, convert
+from torchtitan.tools.errors import UserError
 
 
 def option_names(keys: Iterable[str], types: Mapping[str, object]) -> list[str]:
@@ -29,7 +30,7 @@ def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
     elif isinstance(value, Mapping):
         children = ((name, item, _value_type(declared)) for name, item in value.items())
     elif _is_config_list(value):
-        children = ((config_key(item), item, type(item)) for item in value)
+        children = ((name, item, type(item)) for name, item in by_name(value).items())
     else:
         return {key: declared}
     types: dict[str, object] = {}
@@ -93,12 +94,20 @@ def with_values(value: Any, declared: Any, document: Any) -> Any:
             for name, item in value.items()
         }
     if _is_config_list(value):
-        keyed = {config_key(item): item for item in value}
         return [
             with_values(item, type(item), document[key]) if key in document else item
-            for key, item in keyed.items()
+            for key, item in by_name(value).items()
         ]
     return convert(document, declared)
+
+
+def by_name(configs: Sequence[Configurable.Config]) -> dict[str, Configurable.Config]:
+    """Return a list of configurations by their names on the command line. Raise `UserError` if two
+    have the same."""
+    names = [config_key(config) for config in configs]
+    if len(set(names)) < len(names):
+        raise UserError(f"the same component is listed twice: {', '.join(names)}")
+    return dict(zip(names, configs, strict=True))
 
 
 def _is_config_list(value: object) -> bool:
