@@ -89,11 +89,12 @@ def _parse_and_run(command: str, args: Sequence[str]) -> None:
             "no source is given; begin with files, folders, patterns or URLs: data prepare SOURCE…"
         )
     own_options = re.findall(r"^  --(\w+)", parser.format_help(), re.MULTILINE)
-    resolved = ConfigManager(parser.prog, own_options).parse_args(others)
+    manager = ConfigManager(parser.prog, own_options)
     if command == "prepare":
-        data_prepare.prepare(sources, options, resolved.config)
+        components = manager.parse_components(others, data_prepare.COMPONENTS)
+        data_prepare.prepare(sources, options, components)
     else:
-        (_inspect if command == "inspect" else _show)(options, resolved)
+        (_inspect if command == "inspect" else _show)(options, manager.parse_args(others))
 
 
 class _Run(NamedTuple):

@@ -5,7 +5,7 @@ import argparse
 import os
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.tools.errors import UserError, require
@@ -101,8 +101,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def prepare(sources: Sequence[str], options: argparse.Namespace, config: object) -> None:
-    """Prepare `sources` as the data of a configuration."""
+COMPONENTS = ("dataloader", "tokenizer", "hf_assets_path")
+"""Parts of a configuration that describe its data."""
+
+
+def prepare(sources: Sequence[str], options: argparse.Namespace, config: Mapping[str, Any]) -> None:
+    """Prepare `sources` as the data of a configuration, whose `COMPONENTS` are given. torch is not
+    imported, since its import can take longer than the preparation."""
     from torchtitan.components.checkpoint.filesystem import folder_at
     from torchtitan.components.data.prepare.merge import merge
     from torchtitan.components.data.prepare.preparation import Preparation
@@ -209,7 +214,7 @@ def _tell_cost(preparation: "Preparation", classifier: "Classifier | None", shar
 
 
 def _open(
-    sources: Sequence[str], options: argparse.Namespace, config: Any
+    sources: Sequence[str], options: argparse.Namespace, config: Mapping[str, Any]
 ) -> "tuple[Callable[[], Sequence[Source]], Encoding, Classifier | None]":
     """Return a function that lists the sources, their encoding according to the data loader, and
     the classifier of its documents."""
@@ -219,25 +224,18 @@ def _open(
     from torchtitan.components.data.prepare.encoding import document_encoding, sample_encoding
     from torchtitan.components.data.prepare.prepared import find_prepared
     from torchtitan.components.data.sources.source import CHAT_DATASETS, DOCUMENTS, Source
-    from torchtitan.components.images.loader import ImageDataLoader
-    from torchtitan.components.images.preference import ImagePreferenceDataLoader
-    from torchtitan.components.images.prompts import ImagePromptDataLoader
 
-    loader = config.dataloader
+    loader = config["dataloader"]
     if not isinstance(loader, PlannedDataLoader.Config | PretrainDataLoader.Config):
         raise UserError(
             f"{type(loader).__qualname__} reads its data in its own way, which cannot be prepared"
         )
-    with_images = (
-        ImageDataLoader.Config | ImagePreferenceDataLoader.Config | ImagePromptDataLoader.Config
-    )
-    if isinstance(loader, with_images):
+    if isinstance(loader, PlannedDataLoader.Config) and loader.has_images:
         raise UserError(
             "data with images cannot be prepared: the result would not contain the images; train "
             "on the data itself"
         )
-    config.tokenizer.validate()
-    tokenizer = config.tokenizer.build(path=config.hf_assets_path)
+    tokenizer = config["tokenizer"].build(path=config["hf_assets_path"])
     filters = FilterConfig(
         **{name: getattr(options, name) for name in ("min_tokens", "max_tokens", "max_repetition")}
     )

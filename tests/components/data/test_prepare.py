@@ -17,6 +17,8 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -116,6 +118,19 @@ def texts_of(sources: list[str]) -> list[str]:
         line for source in sources[:2] for line in Path(source).read_text().split("\n") if line
     ]
     return [*(json.loads(line)["text"] for line in lines), Path(sources[2]).read_text()]
+
+
+@pytest.mark.parametrize("config", ["debugmodel", "debugmodel_sft"])
+def test_torch_is_not_imported(config, tmp_path):
+    row = {"text": "tea"} if config == "debugmodel" else {"question": "tea?", "answer": "tea"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    code = (
+        "import sys; from torchtitan.cli.main import main; code = main(sys.argv[1:]); "
+        "sys.exit(9 if 'torch' in sys.modules else code)"
+    )
+    words = ["data", "prepare", "rows.jsonl", "--out", "out", "--config", config, "--workers=1"]
+    subprocess.run([sys.executable, "-P", "-c", code, *words], cwd=tmp_path, check=True)
+    assert find_prepared(str(tmp_path / "out"), DOCUMENTS).splits
 
 
 def test_tokens_equal_an_independent_tokenization_without_duplicates(

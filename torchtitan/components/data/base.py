@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
-import torch
 
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.plan.sampler import Array, StepStatistics
@@ -14,10 +13,12 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
 from torchtitan.config.code import CacheFolder
 from torchtitan.config.configurable import builds
-from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import usable_cores
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NO_DOCUMENT = -1
 """Document number of a padding sample."""
@@ -43,6 +44,10 @@ samples of T = `seq_len` tokens; tensors are int64:
 def to_batch(samples: Sequence[Mapping[str, Array]]) -> Batch:
     """Stack the arrays of samples, and make `attention` of their `positions`, and of `n_tokens`:
     how many tokens a sample has before its padding."""
+    import torch
+
+    from torchtitan.protocols.attention import AttentionMetadata
+
     batch: Batch = {
         name: torch.from_numpy(np.stack([sample[name] for sample in samples]))
         for name in samples[0]
@@ -144,6 +149,8 @@ class BaseDataLoader(Configurable):
         def blank_batch(self, n_samples: int, seq_len: int) -> Batch:
             """Return a batch of zeros, without reading data, with the shapes that the loss needs:
             for a dry run."""
+            import torch
+
             names = self._owner.token_tensors  # type: ignore[attr-defined]
             return {name: torch.zeros((n_samples, seq_len), dtype=torch.int64) for name in names}
 
@@ -216,18 +223,18 @@ class BaseDataLoader(Configurable):
         state = self.state_dict()
         return lambda: state
 
-    def describe(self, documents: torch.Tensor) -> str:
+    def describe(self, documents: "Tensor") -> str:
         """Return a sample's document names as text. `documents` is a row of a batch's
         `documents`."""
         return ", ".join(self.document_names(documents)) or "no document (padding)"
 
-    def document_names(self, documents: torch.Tensor) -> list[str]:
+    def document_names(self, documents: "Tensor") -> list[str]:
         """Return a sample's document names for the ledger, in order; empty for padding. Names are
         the same in every run, and a range of documents may share one. `documents` is a row of a
         batch's `documents`."""
         return [f"document {number}" for number in documents.tolist() if number != NO_DOCUMENT]
 
-    def datasets_of(self, batch: Batch) -> torch.Tensor:
+    def datasets_of(self, batch: Batch) -> "Tensor":
         """Return the index in `dataset_names` of each token's dataset, (B, T); -1 for padding."""
         raise NotImplementedError
 
@@ -258,9 +265,11 @@ class BaseDataLoader(Configurable):
         """Release resources such as worker processes. May be called repeatedly."""
 
 
-def number_tokens(batch: Batch) -> torch.Tensor:
+def number_tokens(batch: Batch) -> "Tensor":
     """Return each token's document number, (B, T), or `NO_DOCUMENT` for padding. The k-th document
     of a row begins at the k-th position 0, and has the k-th number in `documents`."""
+    import torch
+
     documents, attention = batch["documents"], batch.get("attention")
     if attention is None or attention.positions_BL is None:
         # each row is one document, and ends with padding without labels

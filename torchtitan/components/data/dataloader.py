@@ -3,9 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from torchtitan.components.data.base import (
     NO_DOCUMENT,
@@ -18,7 +16,6 @@ from torchtitan.components.data.plan.mixture import check_can_set_weights, check
 from torchtitan.components.data.prepare import prepared
 from torchtitan.components.data.prepare.encoding import document_encoding
 from torchtitan.components.data.pretraining.order import check_cycle
-from torchtitan.components.data.pretraining.streaming import StreamBatches, StreamOrder
 from torchtitan.components.data.pretraining.token_cache import open_token_cache
 from torchtitan.components.data.pretraining.token_files import (
     files_digest,
@@ -26,7 +23,6 @@ from torchtitan.components.data.pretraining.token_files import (
     open_token_files,
 )
 from torchtitan.components.data.pretraining.tokens import Tokens
-from torchtitan.components.data.pretraining.windows import BatchIterator, CachedBatches
 from torchtitan.components.data.report import DataSummary
 from torchtitan.components.data.sources.block_cache import BlockCache
 from torchtitan.components.data.sources.hub_names import hub_name
@@ -41,6 +37,11 @@ from torchtitan.config.configurable import builds
 from torchtitan.tools.digests import cache_root
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.redact import redacted
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from torchtitan.components.data.pretraining.windows import BatchIterator
 
 
 class WindowsDataLoader(TokenizingDataLoader):
@@ -57,7 +58,7 @@ class WindowsDataLoader(TokenizingDataLoader):
         """Relative share of each dataset in the windows."""
 
     config: Config
-    _batches: BatchIterator
+    _batches: "BatchIterator"
 
     def set_seq_len(self, seq_len: int, longest: int) -> None:
         self._batches.set_seq_len(seq_len, longest)
@@ -89,12 +90,12 @@ class WindowsDataLoader(TokenizingDataLoader):
         if can_resume_position(state, self._batches.fingerprint, " ".join(self.config.dataset)):
             self._batches.load_state_dict(state["position"])
 
-    def document_names(self, documents: torch.Tensor) -> list[str]:
+    def document_names(self, documents: "Tensor") -> list[str]:
         """Return one name for all documents in a window, including partial ones."""
         first, last = documents.tolist()
         return [] if first == NO_DOCUMENT else [self._batches.describe(first, last)]
 
-    def datasets_of(self, batch: Batch) -> torch.Tensor:
+    def datasets_of(self, batch: Batch) -> "Tensor":
         first_B1 = batch["documents"][:, :1]  # a window is of one dataset
         sets_B1 = (first_B1 % len(self.dataset_names)).where(first_B1 != NO_DOCUMENT, -1)
         return sets_B1.expand_as(batch["input"])
@@ -258,6 +259,10 @@ class PretrainDataLoader(WindowsDataLoader):
     config: Config
 
     def _open(self, seed: int, samples_per_step: int) -> None:
+        # deferred: only batches need torch
+        from torchtitan.components.data.pretraining.streaming import StreamBatches, StreamOrder
+        from torchtitan.components.data.pretraining.windows import CachedBatches
+
         config, tokenizer = self.config, self._tokenizer
         data = config.open(tokenizer)
         tokens = [one for one in data if isinstance(one, Tokens)]

@@ -4,7 +4,7 @@ import signal
 import warnings
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch.utils.data import Dataset
@@ -12,6 +12,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.torch_private import end_loader_workers
+
+
+class MapStyle(Protocol):
+    """A dataset whose items have keys; it need not derive from torch's class."""
+
+    def __getitem__(self, key: Any, /) -> Any: ...
 
 
 class Workers:
@@ -28,7 +34,7 @@ class Workers:
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: MapStyle,
         *,
         num_workers: int,
         sampler: Iterable[int] | None = None,
@@ -38,7 +44,7 @@ class Workers:
             # torchdata 0.11 on torch 2.13
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             self._loader = StatefulDataLoader(
-                dataset,
+                cast("Dataset[Any]", dataset),
                 batch_size=None,
                 sampler=sampler,
                 num_workers=num_workers,

@@ -5,12 +5,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-import torch
-
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.finetuning.samples import SampleSets
-from torchtitan.components.data.finetuning.streams import RowStreamDataLoader
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.images.processor import BackEnd, ImageProcessor, preferred_back_end
 from torchtitan.components.images.reader import ImageReader
@@ -41,6 +38,8 @@ def white_images(processor: ImageProcessor, n_tokens: int) -> ImageInputs:
     [ids] = processor.expansions([(WHITE_SIZE, WHITE_SIZE)])
     n_images = max(1, n_tokens // len(ids))
     images = [Image.new("RGB", (WHITE_SIZE, WHITE_SIZE), "white")] * n_images
+    import torch
+
     return ImageReader(processor).inputs([images], torch.tensor([ids * n_images]))
 
 
@@ -63,6 +62,8 @@ class ImageRowsDataLoader(PlannedDataLoader):
         fetch_images: bool = False
         """Fetch images behind URLs in rows (http, https), once per host, into the cache; otherwise,
         such rows are broken."""
+
+        has_images: ClassVar[bool] = True
 
         def processor(self, tokenizer: Tokenizer) -> ImageProcessor:
             """Return the image processor of the model. Raise `UserError` without one."""
@@ -90,7 +91,10 @@ class ImageRowsDataLoader(PlannedDataLoader):
             }
 
     config: Config
-    stream_class: ClassVar[type[RowStreamDataLoader] | None] = None
+
+    @classmethod
+    def stream_class(cls) -> None:
+        """Rows with images are not streamed."""
 
     @property
     def processor(self) -> ImageProcessor:

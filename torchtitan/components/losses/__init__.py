@@ -1,6 +1,7 @@
 """Losses, each a function of tensors that can be called without a trainer.
 
 - `loss`: the interface of losses, cross entropy in chunks, and its variants.
+- `labels`: the label of a token that is not predicted.
 - `cross_entropy`: the closed-form gradient of cross entropy in chunks of tokens.
 - `log_probs`: log-probabilities of given tokens.
 - `entropies`: log-probabilities and entropies of next-token distributions.

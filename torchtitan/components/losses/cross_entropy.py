@@ -13,11 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan.components.losses.labels import IGNORE_INDEX
 from torchtitan.distributed.loss_parallel import VocabularyShard
 from torchtitan.protocols.output_head import LogitTransform
-
-IGNORE_INDEX = -100
-"""Label of a token that is not predicted."""
 
 BLOCK_ELEMENTS = {"cpu": 2**19}
 """Logits in float32 at a time, by type of device. On CPUs, 2 MiB of them stay in the cache."""

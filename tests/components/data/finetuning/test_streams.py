@@ -13,7 +13,7 @@ from torchtitan.components.data.finetuning.preference import (
     PreferenceDataLoader,
     RewardDataLoader,
 )
-from torchtitan.components.data.finetuning.prompts import PromptStreamDataLoader
+from torchtitan.components.data.finetuning.prompt_streams import PromptStreamDataLoader
 from torchtitan.components.data.finetuning.streams import RowStreamDataLoader
 from torchtitan.components.data.plan import ShuffleSampler
 from torchtitan.components.data.sources.source import resolve_rows
@@ -239,4 +239,4 @@ def test_what_streams_cannot_do_is_refused(hub: Path, tmp_path: Path) -> None:
     refused("pack_chunk 5 cannot be combined with --dataloader.stream all", pack_chunk=5)
     refused("max_epochs", max_epochs=[2.0])
     refused("shuffle_buffer is 0", shuffle_buffer=0)
-    assert PromptDataLoader.stream_class is PromptStreamDataLoader
+    assert PromptDataLoader.stream_class() is PromptStreamDataLoader

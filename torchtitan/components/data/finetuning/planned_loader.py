@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
-import torch
 
 from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
 from torchtitan.components.data.base import (
@@ -45,7 +44,7 @@ from torchtitan.components.data.finetuning.samples import (
     Windows,
     pack_windows,
 )
-from torchtitan.components.data.finetuning.streams import RowStreamDataLoader, check_stream
+from torchtitan.components.data.finetuning.stream_options import check_stream
 from torchtitan.components.data.plan import (
     Planner,
     Sampler,
@@ -68,13 +67,18 @@ from torchtitan.components.data.sources.source import (
     resolve_rows,
     resolve_source,
 )
-from torchtitan.components.data.workers import Workers
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config.code import CodeReference
 from torchtitan.tools.digests import digest_of
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.redact import redacted
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from torchtitan.components.data.finetuning.streams import RowStreamDataLoader
+    from torchtitan.components.data.workers import Workers
 
 PREFETCHED_BATCHES = 2
 """Batches prefetched by each worker process."""
@@ -142,6 +146,9 @@ class PlannedDataLoader(TokenizingDataLoader):
         sampler: Sampler.Config = field(default_factory=ShuffleSampler.Config)
         """Order in which samples are drawn."""
 
+        has_images: ClassVar[bool] = False
+        """True if rows have images, which are not in a cache of samples."""
+
         def validate(self) -> None:
             TokenizingDataLoader.Config.validate(self)
             if not self.dataset or "" in self.dataset:
@@ -160,8 +167,9 @@ class PlannedDataLoader(TokenizingDataLoader):
             if self.stream == "none":
                 return TokenizingDataLoader.Config.build(self, *args, **runtime)
             self.validate()
-            assert self.loader.stream_class is not None  # says `validate`
-            return self.loader.stream_class(copy.deepcopy(self), *args, **runtime)
+            streams = self.loader.stream_class()
+            assert streams is not None  # says `validate`
+            return streams(copy.deepcopy(self), *args, **runtime)
 
         def check_host(self) -> None:
             """Raise `UserError` for processes that this host cannot run."""
@@ -308,8 +316,14 @@ class PlannedDataLoader(TokenizingDataLoader):
     kind: ClassVar[Kind]
     """Purpose of the rows."""
     encoder_class: ClassVar[type[RowEncoder]]
-    stream_class: ClassVar[type[RowStreamDataLoader] | None] = RowStreamDataLoader
-    """Loader that reads and encodes the rows during training; None: they must be known before."""
+
+    @classmethod
+    def stream_class(cls) -> "type[RowStreamDataLoader] | None":
+        """Return the loader that reads and encodes the rows during training; None if they must be
+        known before."""
+        from torchtitan.components.data.finetuning.streams import RowStreamDataLoader
+
+        return RowStreamDataLoader
 
     def _open(self, seed: int, samples_per_step: int) -> None:
         self.template = self.config.find_template(self._tokenizer)
@@ -466,6 +480,8 @@ class PlannedDataLoader(TokenizingDataLoader):
     def __next__(self) -> Batch:
         if self._exhausted:
             raise StopIteration
+        from torchtitan.components.data.workers import Workers  # deferred: it imports torch
+
         if self._workers is None:
             self._workers = Workers(
                 self._batches, sampler=self._keys(), num_workers=self.config.num_workers
@@ -527,10 +543,12 @@ class PlannedDataLoader(TokenizingDataLoader):
         per worker later, and only samples not yet drawn."""
         self._planner.observe(statistics, self.position.n_windows)
 
-    def document_names(self, documents: torch.Tensor) -> list[str]:
+    def document_names(self, documents: "Tensor") -> list[str]:
         return [self.sample_name(number) for number in documents.tolist() if number != NO_DOCUMENT]
 
-    def datasets_of(self, batch: Batch) -> torch.Tensor:
+    def datasets_of(self, batch: Batch) -> "Tensor":
+        import torch
+
         offsets = torch.from_numpy(self._planner.offsets)
         return torch.searchsorted(offsets, number_tokens(batch), right=True) - 1
 

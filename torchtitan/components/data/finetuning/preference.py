@@ -4,10 +4,9 @@ answers with labels."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-import torch
 
 from torchtitan.components.data.base import Batch, to_batch
 from torchtitan.components.data.finetuning.chat_encoding import (
@@ -27,6 +26,9 @@ from torchtitan.components.data.finetuning.row_formats import Kind
 from torchtitan.components.data.finetuning.samples import Windows, pack_samples
 from torchtitan.components.data.plan import Packing, Planner, Sampler
 from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SIDES = ("chosen", "rejected")
 SEQUENCES_PER_SAMPLE = len(SIDES)
@@ -192,6 +194,8 @@ class RewardDataLoader(PreferenceDataLoader):
 
 def with_margins(batch: Batch, windows: Windows) -> Batch:
     """Return a batch of pairs with what `RewardDataLoader` adds to it."""
+    import torch
+
     margins = torch.zeros(batch["input"].shape)
     for margins_W, window in zip(margins, windows, strict=True):
         margins_W[: len(window)] = torch.tensor([float(row.answer or 0) for row in window])
@@ -207,10 +211,10 @@ def pack_pairs(window: Sequence[EncodedRow], n_positions: int) -> dict[str, np.n
     return {**packed, "sequences": numbers[np.cumsum(packed["positions"] == 0) - 1]}
 
 
-def sum_answers(values_BW: torch.Tensor, sequences_BW: torch.Tensor) -> torch.Tensor:
+def sum_answers(values_BW: "Tensor", sequences_BW: "Tensor") -> "Tensor":
     """Return the sums of values over the positions of each answer, (B, W, 2), with the i-th pair at
     [:, i]."""
-    zeros = torch.zeros_like(values_BW).repeat(1, len(SIDES))
+    zeros = values_BW.new_zeros(values_BW.shape).repeat(1, len(SIDES))
     return zeros.scatter_add(1, sequences_BW, values_BW).unflatten(1, (-1, len(SIDES)))
 
 
@@ -264,6 +268,8 @@ def _untrained(part: EncodedSample) -> EncodedSample:
 
 def mismatched_batch(windows: Sequence[Sequence[EncodedRow]], n_positions: int) -> Batch:
     """Return what `AnswerDataLoader` adds to a batch, from the results of `mismatch`."""
+    import torch
+
     samples = [[row.parts[0] for row in window] for window in windows]
     packed = to_batch([pack_samples(window, n_positions) for window in samples])
     n_mismatched = [sum(bool(part.trained.any()) for part in window) for window in samples]

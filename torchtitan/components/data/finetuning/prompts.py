@@ -4,7 +4,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,10 @@ from torchtitan.components.data.finetuning.conversation import Prompt, Sample
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.row_formats import Kind
 from torchtitan.components.data.finetuning.samples import Windows, pack_windows
-from torchtitan.components.data.finetuning.streams import RowStreamDataLoader
 from torchtitan.components.data.plan import Snapshot
+
+if TYPE_CHECKING:
+    from torchtitan.components.data.finetuning.prompt_streams import PromptStreamDataLoader
 
 
 def first_message(row: dict[str, Any]) -> dict[str, Any]:
@@ -66,23 +68,6 @@ class PromptPosition:
         return pack_windows
 
 
-class PromptStreamDataLoader(PromptPosition, RowStreamDataLoader):
-    """Prompts of streams; see `RowStreamDataLoader`."""
-
-    def read_ahead(self, n_prompts: int) -> None:
-        """Prompts of streams may be read any time ahead: steps do not change their order."""
-
-    def read_position(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that returns the state after the last batch that was read."""
-        return super().present_state()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.present_state()()
-
-    def present_state(self) -> Callable[[], dict[str, Any]]:
-        return self._held or self.read_position()
-
-
 class PromptDataLoader(PromptPosition, PlannedDataLoader):
     """Prompts for generation; see `PlannedDataLoader` for order and position.
 
@@ -103,8 +88,13 @@ class PromptDataLoader(PromptPosition, PlannedDataLoader):
 
     config: Config
     kind: ClassVar[Kind] = "prompt"
-    stream_class: ClassVar[type[RowStreamDataLoader] | None] = PromptStreamDataLoader
     encoder_class: ClassVar[type[RowEncoder]] = PromptRowEncoder
+
+    @classmethod
+    def stream_class(cls) -> "type[PromptStreamDataLoader] | None":
+        from torchtitan.components.data.finetuning.prompt_streams import PromptStreamDataLoader
+
+        return PromptStreamDataLoader
 
     @staticmethod
     def max_length(seq_len: int) -> int:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset
 
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, check_ids, to_batch
 from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample
@@ -19,7 +17,7 @@ from torchtitan.components.data.finetuning.filters import Dropped, Policy
 from torchtitan.components.data.finetuning.sample_cache import SampleCache
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.report import ExampleCounter, Report, no_rows_left_error
-from torchtitan.components.losses.loss import IGNORE_INDEX
+from torchtitan.components.losses.labels import IGNORE_INDEX
 from torchtitan.tools.errors import UserError
 
 MANY_TOO_LONG = 0.01
@@ -284,7 +282,7 @@ Windows = Sequence[Sequence[EncodedRow]]
 """Samples of each window of a batch; an empty window is padding."""
 
 
-class WindowDataset(Dataset[Batch | UserError]):
+class WindowDataset:
     """Map-style dataset from the sample numbers of B windows to a batch; `collate` creates it
     without `documents`. An error instead of the numbers stays as it is."""
 
@@ -309,6 +307,8 @@ class WindowDataset(Dataset[Batch | UserError]):
             )
         except UserError as error:
             return error
+        import torch
+
         documents = np.full((len(windows), max(1, *map(len, windows))), NO_DOCUMENT, np.int64)
         for row, window in zip(documents, windows, strict=True):
             row[: len(window)] = window

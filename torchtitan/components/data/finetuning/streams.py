@@ -10,10 +10,9 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, Layout
@@ -24,9 +23,8 @@ from torchtitan.components.data.finetuning.filters import Dropped, FilterConfig
 from torchtitan.components.data.finetuning.row_batches import BatchEncoder, EncodedBatch
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.finetuning.samples import LengthLimit, Windows
-from torchtitan.components.data.plan import ShuffleSampler
 from torchtitan.components.data.plan.packing import PACKINGS
-from torchtitan.components.data.pretraining.order import check_cycle, permute
+from torchtitan.components.data.pretraining.order import permute
 from torchtitan.components.data.pretraining.streaming import (
     Feed,
     PackedStream,
@@ -43,39 +41,8 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
-NOT_STREAMED = ("encoding_processes", "pack_chunk", "weight_schedule", "max_epochs")
-"""Options that need all rows, or that a block of a stream replaces."""
-
-
-def check_stream(config: Any) -> None:
-    """Raise `UserError` for options of a `PlannedDataLoader.Config` that streams do not have."""
-    name = "--dataloader.stream all"
-    if config.loader.stream_class is None:
-        raise UserError(
-            f"{name}: {config.loader.__qualname__} does not stream rows with images; set "
-            "--dataloader.stream none, which copies the data first"
-        )
-    if type(config.sampler) is not ShuffleSampler.Config:
-        raise UserError(
-            f"{name} reads rows in the order of the stream, without a sampler that chooses them; "
-            "use the sampler `shuffle`, or set --dataloader.stream none"
-        )
-    defaults = {one.name: one for one in dataclasses.fields(config)}
-    for option in set(NOT_STREAMED) & set(defaults):
-        value, default = getattr(config, option), defaults[option].default
-        if value != (default if default is not dataclasses.MISSING else []):
-            raise UserError(
-                f"--dataloader.{option} {value} cannot be combined with {name}; remove one"
-            )
-    if "weights" not in defaults or len(config.dataset) == 1:
-        return
-    if not (weights := config.weights):
-        ones = " ".join(["1"] * len(config.dataset))
-        raise UserError(
-            "the sizes of streams are unknown: give the share of each dataset, "
-            f"--dataloader.weights {ones}"
-        )
-    check_cycle(weights)
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class RowKind(Protocol):
@@ -287,6 +254,8 @@ class PackedRows(PackedStream):
         return (RowStreamFeed if is_stream else LocalRowsFeed)(self, data, node, n_nodes)
 
     def make_batch(self, samples: Sequence[Any]) -> Batch:
+        import torch
+
         layout = self.layout
         padding: list[Any] = [([], ())] * (layout.local_batch_size - len(samples))
         windows, documents = zip(*samples, *padding, strict=True)
@@ -385,7 +354,7 @@ class RowStreamDataLoader(WindowsDataLoader):
         state = WindowsDataLoader.state_dict(self)  # a subclass may return an earlier one
         return lambda: state
 
-    def document_names(self, documents: torch.Tensor) -> list[str]:
+    def document_names(self, documents: "Tensor") -> list[str]:
         numbers = [number for number in documents.tolist() if number != NO_DOCUMENT]
         return [self._batches.describe(number, number) for number in numbers]
 

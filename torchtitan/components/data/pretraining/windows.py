@@ -22,7 +22,7 @@ from torchtitan.components.data.pretraining.order import BlockOrder
 from torchtitan.components.data.pretraining.tokens import Tokens
 from torchtitan.components.data.report import DataSummary, SetSummary
 from torchtitan.components.data.workers import Workers
-from torchtitan.components.losses.loss import IGNORE_INDEX
+from torchtitan.components.losses.labels import IGNORE_INDEX
 from torchtitan.tools.digests import digest_of
 from torchtitan.tools.errors import UserError
 

@@ -1,0 +1,24 @@
+"""Prompts that are streamed during training."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torchtitan.components.data.finetuning.prompts import PromptPosition
+from torchtitan.components.data.finetuning.streams import RowStreamDataLoader
+
+
+class PromptStreamDataLoader(PromptPosition, RowStreamDataLoader):
+    """Prompts of streams; see `RowStreamDataLoader`."""
+
+    def read_ahead(self, n_prompts: int) -> None:
+        """Prompts of streams may be read any time ahead: steps do not change their order."""
+
+    def read_position(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that returns the state after the last batch that was read."""
+        return super().present_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.present_state()()
+
+    def present_state(self) -> Callable[[], dict[str, Any]]:
+        return self._held or self.read_position()

@@ -1,0 +1,42 @@
+"""Options that streams of fine-tuning data do not have."""
+
+import dataclasses
+from typing import Any
+
+from torchtitan.components.data.plan import ShuffleSampler
+from torchtitan.components.data.pretraining.order import check_cycle
+from torchtitan.tools.errors import UserError
+
+NOT_STREAMED = ("encoding_processes", "pack_chunk", "weight_schedule", "max_epochs")
+"""Options that need all rows, or that a block of a stream replaces."""
+
+
+def check_stream(config: Any) -> None:
+    """Raise `UserError` for options of a `PlannedDataLoader.Config` that streams do not have."""
+    name = "--dataloader.stream all"
+    if config.loader.stream_class() is None:
+        raise UserError(
+            f"{name}: {config.loader.__qualname__} does not stream rows with images; set "
+            "--dataloader.stream none, which copies the data first"
+        )
+    if type(config.sampler) is not ShuffleSampler.Config:
+        raise UserError(
+            f"{name} reads rows in the order of the stream, without a sampler that chooses them; "
+            "use the sampler `shuffle`, or set --dataloader.stream none"
+        )
+    defaults = {one.name: one for one in dataclasses.fields(config)}
+    for option in set(NOT_STREAMED) & set(defaults):
+        value, default = getattr(config, option), defaults[option].default
+        if value != (default if default is not dataclasses.MISSING else []):
+            raise UserError(
+                f"--dataloader.{option} {value} cannot be combined with {name}; remove one"
+            )
+    if "weights" not in defaults or len(config.dataset) == 1:
+        return
+    if not (weights := config.weights):
+        ones = " ".join(["1"] * len(config.dataset))
+        raise UserError(
+            "the sizes of streams are unknown: give the share of each dataset, "
+            f"--dataloader.weights {ones}"
+        )
+    check_cycle(weights)
