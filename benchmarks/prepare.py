@@ -17,7 +17,6 @@ Systems take turns in rounds; results are stored in the form of benchmarks/peers
 import argparse
 import datetime
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import RESULTS, read_processor, result_path
+from start import environment_of
 from systems.report import FASTEST, OURS, spread
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,11 +73,7 @@ def command_of(system: str, text: Path, tokenizer: Path, folder: Path, python: s
 def processor_seconds(command: Sequence[str], checkout: Path) -> float:
     """Run a command with the package of a checkout; return its processor time. Exit with the end of
     its messages if it fails."""
-    environment = os.environ | {
-        "PYTHONPATH": str(checkout),
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = environment_of(checkout, threads=1) | {"TOKENIZERS_PARALLELISM": "false"}
 
     def spent() -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -104,6 +100,13 @@ def measure(text: Path, tokenizer: Path, options: argparse.Namespace) -> dict[st
     rounds: dict[str, list[float]] = {system: [] for system in systems}
     megabytes = text.stat().st_size / BYTES_PER_MB
     digests = set()
+    for system in {OURS, BEFORE}.intersection(systems):  # compiles Python's code
+        checkout = options.before.resolve() if system == BEFORE else ROOT
+        with tempfile.TemporaryDirectory() as name:
+            short, out = Path(name) / "short.jsonl", Path(name) / "out"
+            short.write_text(json.dumps({"text": "tea"}))
+            command = command_of(system, short, tokenizer.resolve(), out, sys.executable)
+            processor_seconds(command, checkout)
     for round in range(options.rounds):
         shift = round % len(systems)
         for system in [*systems[shift:], *systems[:shift]]:

@@ -1,7 +1,7 @@
 """Job S: processor seconds of commands that print or refuse something, and of the debug model until
 the end of its first step, next to `import torch` and earlier builds.
 
-    python benchmarks/start.py [--before CHECKOUT ...] [--rounds 3] [--threads 1]
+    python benchmarks/start.py [--before CHECKOUT ...] [--rounds 3] [--threads 1] [--only TITLE ...]
 
 Systems take turns in rounds, after a run of each that is not counted, which compiles Python's code.
 The time of the whole process counts. `report` and `migrate` read what this program has written in
@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, nargs="+", default=[], help="earlier checkouts")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", nargs="+", choices=COMMANDS, help="rows besides `import torch`")
     options = parser.parse_args()
     checkouts = [ROOT, *(path.resolve() for path in options.before)]
     print("| command | " + " | ".join(checkout.name for checkout in checkouts) + " |")
@@ -97,7 +98,8 @@ def main() -> None:
         if math.isnan(processor_seconds(run, ours, folder)):
             sys.exit(f"{' '.join(run)} failed, whose run `report` needs")
         commands = {"`import torch`": [sys.executable, "-c", "import torch"]}
-        for title, words in COMMANDS.items():
+        for title in options.only or COMMANDS:
+            words = COMMANDS[title]
             commands[title] = [sys.executable, "-m", "torchtitan", *words]
         for title, command in commands.items():
             seconds: dict[Path, list[float]] = {checkout: [] for checkout in checkouts}
