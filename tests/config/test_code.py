@@ -373,6 +373,7 @@ REVIEWED = {
     ("config/manager.py", "load_config_function"): "--module, of a file only after is_trusted",
     ("cli/model_options.py", "import_package"): "--module of the command line",
     ("cli/main.py", "import_module"): "of the table COMMANDS",
+    ("config/option_table.py", "import_module"): "of the package's own table of options",
     ("tools/deferred.py", "import_module"): "of a table of a package's names",
     ("tools/torch_private.py", "import_module"): "of a table of torch's modules",
     ("tools/torchao.py", "import_module"): "a part of torchao",

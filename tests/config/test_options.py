@@ -201,10 +201,16 @@ def unread_fields(places: dict[type, set[str]], sources: dict[str, str]) -> list
                 (f"self of {sub.__qualname__}", name) in reads.get(sub.__module__, ())
                 for sub in family
             )
-            # A parent class may read a property that this field overrides.
+            # A parent class may read a property that this field overrides, a mixin a field that
+            # it declares.
             readers = {
                 *family,
                 *(base for base in bases if isinstance(vars(base).get(name), property)),
+                *(
+                    base
+                    for base in cls.__mro__[1:]
+                    if name in vars(base).get("__annotations__", ())
+                ),
             }
             by_owner = any(
                 ("config", name) in reads.get(reader.__module__, ()) for reader in readers

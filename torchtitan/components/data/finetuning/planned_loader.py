@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from torchtitan.components.data.finetuning.streams import RowStreamDataLoader
+    from torchtitan.components.data.pretraining.streaming import StreamOrder
     from torchtitan.components.data.workers import Workers
 
 PREFETCHED_BATCHES = 2
@@ -170,6 +171,15 @@ class PlannedDataLoader(TokenizingDataLoader):
             streams = self.loader.stream_class()
             assert streams is not None  # says `validate`
             return streams(copy.deepcopy(self), *args, **runtime)
+
+        def stream_order(self, seed: int) -> "StreamOrder":
+            """Return the order of streamed rows."""
+            from torchtitan.components.data.pretraining.streaming import StreamOrder
+
+            assert isinstance(self.sampler, ShuffleSampler.Config)  # says `validate`
+            return StreamOrder(
+                shuffle=self.sampler.shuffle, block_size=self.shuffle_buffer, seed=seed
+            )
 
         def check_host(self) -> None:
             """Raise `UserError` for processes that this host cannot run."""

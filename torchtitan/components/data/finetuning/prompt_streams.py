@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan.components.data.finetuning.prompts import PromptPosition
+from torchtitan.components.data.finetuning.prompt_position import PromptPosition
 from torchtitan.components.data.finetuning.streams import RowStreamDataLoader
 
 

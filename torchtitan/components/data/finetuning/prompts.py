@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -16,8 +16,9 @@ from torchtitan.components.data.finetuning.chat_encoding import (
 )
 from torchtitan.components.data.finetuning.conversation import Prompt, Sample
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
+from torchtitan.components.data.finetuning.prompt_position import PromptPosition
 from torchtitan.components.data.finetuning.row_formats import Kind
-from torchtitan.components.data.finetuning.samples import Windows, pack_windows
+from torchtitan.components.data.finetuning.samples import Windows
 from torchtitan.components.data.plan import Snapshot
 
 if TYPE_CHECKING:
@@ -40,32 +41,6 @@ class PromptRowEncoder(RowEncoder):
         assert isinstance(sample, Prompt)
         ids = self._chat.encode_prompt(sample.prompt)
         return EncodedRow((EncodedSample(ids, np.zeros(len(ids), bool)),), sample.answer_and_row())
-
-
-class PromptPosition:
-    """What a loader of prompts has for methods that sample their answers; the first base of a
-    loader."""
-
-    packs_answers: ClassVar[bool] = True
-    """True if a window may hold several prompts with their answers."""
-    _held: Any = None
-
-    def hold(self, position: Any) -> None:
-        """Let `position` be this one, which `read_position` returned, while further batches are
-        read ahead of their steps."""
-        self._held = position
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._held = None
-        super().load_state_dict(state)  # type: ignore[misc]
-
-    def image_reader(self) -> Any:
-        """Return what reads the images of prompts for the model; None if they are text."""
-        return None
-
-    def answer_batch_maker(self) -> Callable[[Windows, int], Batch]:
-        """Return the function that makes batches of windows of prompts with their answers."""
-        return pack_windows
 
 
 class PromptDataLoader(PromptPosition, PlannedDataLoader):

@@ -309,11 +309,7 @@ class RowStreamDataLoader(WindowsDataLoader):
         config = self.config
         self.template = config.find_template(self._tokenizer)
         self.dataset_names = config.dataset
-        order = StreamOrder(
-            shuffle=config.sampler.shuffle,
-            block_size=config.shuffle_buffer,
-            seed=seed,
-        )
+        order = config.stream_order(seed)
         rows = RowWindows(
             config=config,
             tokenizer=self._tokenizer,
