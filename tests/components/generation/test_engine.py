@@ -252,6 +252,21 @@ def test_later_turns_start_from_kept_states(name):
         assert all(text.n_reused for text in one[1:])
 
 
+@pytest.mark.parametrize("prompt", [[5], [5, 6, 7]])
+@pytest.mark.parametrize("make_model", [small_model, hybrid_model])
+def test_a_prompt_that_is_a_kept_text_is_computed(make_model, prompt):
+    """The logits after a kept text are not kept, only what its tokens leave in the cache."""
+    engine = Engine(make_model(), sampling=SAMPLING)
+
+    async def twice(is_continued: bool) -> Generation:
+        await engine.generate(prompt, max_new_tokens=1, key="0", is_continued=is_continued)
+        return await engine.generate(prompt, max_new_tokens=3, key="1")
+
+    [expected], [found] = (engine.run([twice(is_continued)]) for is_continued in (False, True))
+    check_equal([found], [expected])
+    assert found.n_reused == 0
+
+
 def test_two_texts_continue_one():
     """The text is computed once, or again if the other has started before."""
     engine = Engine(small_model(), sampling=SAMPLING, max_rows=4)

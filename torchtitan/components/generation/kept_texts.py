@@ -22,11 +22,11 @@ class KeptTexts:
             del self._caches[next(iter(self._caches))]
 
     def beginning_of(self, prompt: Tokens) -> Tokens | None:
-        """Return the longest kept text that a prompt begins with, if it is at least half of it:
+        """Return the longest kept text that a prompt continues, if it is at least half of it:
         computing all of a prompt costs less than twice as much as the rest."""
         lengths = sorted({len(tokens) for tokens in self._caches}, reverse=True)
         for length in lengths:
-            if 2 * length >= len(prompt) and prompt[:length] in self._caches:
+            if length < len(prompt) <= 2 * length and prompt[:length] in self._caches:
                 return prompt[:length]
         return None
 
