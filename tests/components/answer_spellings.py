@@ -248,6 +248,21 @@ PAID_BY_BOTH = [
 ]
 """The answer equals the reference."""
 
+PAID_BY_BOTH += [
+    ("20", "$20 per hour"),
+    ("20", "The answer is 20 per hour."),
+    ("20", r"$\boxed{20}$ miles per hour"),
+    ("20 miles per hour", r"$\boxed{20}$ miles per hour"),
+    ("$20 per hour", "$20 per hour"),
+    ("$20 per hour", "20 dollars per hour"),
+    ("$20 per hour", "$20/hour"),
+    ("$20 per hour", "It costs 20 per hour."),
+    ("€20 per hour", "20 euros/hour"),
+    ("$20 per hour", r"\boxed{\$20} per hour"),
+    ("5 km per day", r"\boxed{5\text{ km}} per day"),
+]
+"""What a unit is divided by belongs to it."""
+
 PAID_BY_MATH = [
     ("yes", "YES"),
     ("Tom", "tom"),
@@ -262,6 +277,22 @@ PAID_BY_MATH = [
 """Only `math` reads the answer."""
 
 PAID_BY_NEITHER = [
+    ("$20", "$20 per hour"),
+    ("$20", "It costs $20 per hour."),
+    ("$20", "20$ per hour"),
+    ("$20", r"$\$20$ per hour"),
+    ("$20", "$20/hour"),
+    ("$20", r"\boxed{\$20} per hour"),
+    ("$20", r"\boxed{\$20\text{ per hour}}"),
+    ("$20", "20 dollars per hour"),
+    ("€20", "The answer is €20 per person."),
+    ("$20 per hour", "$20 per day"),
+    ("$20 per hour", "$20"),
+    ("$20 million", "$20 million per year"),
+    ("5 km", "5 km per day"),
+    ("5 km", r"\boxed{5\text{ km}} per day"),
+    ("20 miles", r"$\boxed{20}$ miles per hour"),
+    ("5 apples", "5 per day"),
     ("abc", "ABC"),  # a product, and a triangle
     ("ABE", "abe"),
     ("2x", "x2"),  # a lost exponent or index

@@ -30,7 +30,7 @@ from torchtitan.components.rollout.sentences import (
     number_in_sentence,
     retracts,
 )
-from torchtitan.components.rollout.units import find_unit
+from torchtitan.components.rollout.units import RATE, find_unit
 
 _BOX = re.compile(r"\\f?boxed\s*\{|\\fbox\s*\{")
 _EQUAL_BOXES = re.compile(
@@ -212,7 +212,11 @@ def _answer_of_box(before: str, inside: str, after: str) -> Answer:
     if number and not is_equal_to_all(clean(before), number, is_box=True):
         return _NONE
     value = number.value if number else None
-    return _NONE if _is_part(before, after, value) else Answer(inside)
+    if _is_part(before, after, value):
+        return _NONE
+    rate = _RATE_AFTER_BOX.match(after)
+    whole = f"{inside} {rate[1]}" if number and rate else ""
+    return Answer(whole if read_numbers(whole) else inside)
 
 
 _MOST_BOXES = 1000
@@ -221,6 +225,9 @@ no answer."""
 
 _NEAR = 100
 """Characters around a box that are searched for what makes it a part, except around the last."""
+
+_RATE_AFTER_BOX = re.compile(rf"[\s$}}]*((?:[A-Za-z]+ )?{RATE.pattern}[A-Za-z]+)")
+"""The unit of a box that words after it divide: `\\boxed{\\$20} per hour` is no `$20`."""
 
 _NAME_IN_BOX = re.compile(
     r"\A\s*(?:\\(?:text|textbf)\s*\{\s*(?:the )?(?:final )?answer\s*(?:is|[:=])\s*\}|=)",

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from torchtitan.components.rollout.contexts import CHANGES_BEFORE_IT
 from torchtitan.components.rollout.endings import is_counted
-from torchtitan.components.rollout.units import Unit, find_factor, find_unit, is_known
+from torchtitan.components.rollout.units import RATE, Unit, find_factor, find_unit, is_known
 
 MAX_CHARACTERS = 1000
 """Length of the longest answer, so that none takes long to read. Only the end of a longer text is
@@ -71,8 +71,8 @@ class Number:
         if self.variable and other.variable and self.variable != other.variable:
             return False
         if self.unit and other.unit:
-            same_kind = self.unit.dimension == other.unit.dimension
-            return same_kind and self.value * self.unit.factor == other.value * other.unit.factor
+            is_same = self.unit.measures_same(other.unit)
+            return is_same and self.value * self.unit.factor == other.value * other.unit.factor
         unit = self.unit or other.unit
         return self.value == other.value and not (unit and unit.must_be_in_both)
 
@@ -185,6 +185,9 @@ def number_of(match: re.Match[str], unit_text: str, *, in_sentence: bool = False
     unit = find_unit(unit_text) if unit_text else None
     if match["money"]:
         money = find_unit(match["money"])
+        if RATE.match(rest := unit_text.lstrip(f"{MONEY} ")):
+            rate = find_unit(f"{match['money']} {rest}")
+            return Number(value, rate) if rate else None
         fits = not unit_text or in_sentence or unit == money
         return Number(value, money) if fits else None
     if not unit_text:

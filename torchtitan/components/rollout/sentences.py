@@ -34,7 +34,8 @@ from torchtitan.components.rollout.exact_numbers import (
 from torchtitan.components.rollout.units import is_known
 
 _UNIT_AFTER = re.compile(
-    rf"\s?(?P<unit>[%{MONEY}]|(?:(?:square|cubic) )?(?:[A-Za-zµ]+|°[CF]?(?![A-Za-z]))"
+    rf"\s?(?P<unit>%|per [A-Za-z]+|"
+    rf"(?:[{MONEY}]|(?:(?:square|cubic) )?(?:[A-Za-zµ]+|°[CF]?(?![A-Za-z])))"
     r"(?:/[A-Za-z]+| per [A-Za-z]+)?(?:\^\{?[23]\}?)?)"
 )
 _IN_TEXT = re.compile(

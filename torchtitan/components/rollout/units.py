@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 class Unit(NamedTuple):
     """Dimension and factor of a unit; the dimension is empty for a factor without unit, such as
-    percent. An unknown word, such as `apples`, is a dimension of its own."""
+    percent. An unknown word, such as `apples`, is a dimension of its own, and so is a rate, such as
+    `apples per box` or `per box`."""
 
     dimension: str
     factor: Fraction
@@ -15,6 +16,11 @@ class Unit(NamedTuple):
     """True if a number with this unit never equals a number without one: a letter may be a
     variable, and pairs, cents and radians count in parts or multiples of what a number without a
     unit counts."""
+
+    def measures_same(self, other: "Unit") -> bool:
+        """Return whether both units are of one kind. A rate may omit what it counts."""
+        one, two = sorted((self.dimension, other.dimension), key=len)
+        return one == two or (one.startswith("per ") and two.endswith(f" {one}"))
 
 
 _KNOWN: dict[str, dict[str, str]] = {
@@ -84,6 +90,11 @@ _NO_UNITS = re.compile(
     re.IGNORECASE,
 )
 
+_MONEY_NAMES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
+RATE = re.compile(r"(?:per |/ ?)(?=[A-Za-z])")
+"""The beginning of what a unit is divided by."""
+
+_MONEY_RATE = re.compile(rf"\A([{''.join(_MONEY_NAMES)}]) ?{RATE.pattern}")
 _PER_FACTOR = re.compile(r"\bper (?:cent|hundred|thousand|mille|million|billion|dozen)s?\b")
 
 
@@ -94,6 +105,7 @@ def find_unit(text: str) -> Unit | None:
     """Return the unit that a text after a number is; None if the text changes the number, as in
     `5 or 6`, or `5x`."""
     text = re.sub(r"\^\{([23])\}", r"^\1", " ".join(text.split()))
+    text = _MONEY_RATE.sub(lambda found: f"{_MONEY_NAMES[found[1]]} per ", text)
     text = re.sub(r"\A(units?)\^([23])\Z", lambda found: _POWERS[found[2]] + found[1], text)
     if unit := _known(text):
         is_letter = len(text) == 1 and text.isalpha()
