@@ -208,11 +208,12 @@ def test_kept_keys_are_not_those_of_other_tokens(make_model, monkeypatch):
     expected, _ = conversations(model, is_continued=True, **options)
     keep = KeptTexts.keep
 
-    def keep_another(self, tokens, cache):
+    def keep_another(self, tokens, *row):
+        keep(self, tokens, *row)
+        cache = self._caches[tokens]
         for _, keys, _ in () if cache.states else cache._stored.values():
             keys.mul_(-2)
         tree_map(lambda state: state.mul_(-2), [*cache.states.values()])
-        keep(self, tokens, cache)
 
     monkeypatch.setattr(KeptTexts, "keep", keep_another)
     found, _ = conversations(model, is_continued=True, **options)
@@ -267,6 +268,21 @@ def test_a_prompt_that_is_a_kept_text_is_computed(make_model, prompt):
     assert found.n_reused == 0
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("make_model", [small_model, mixed_model])
+def test_turns_of_split_sequences(make_model, use_cache, monkeypatch):
+    """A pass computes an even number of tokens. Texts are kept if no window is too short."""
+    module = import_module("torchtitan.components.generation.engine")
+    expected = Engine(make_model(), sampling=SAMPLING, stop_ids=STOP_IDS)
+    monkeypatch.setattr(module, "sequence_splits", lambda model: 2)
+    engine = Engine(make_model(), sampling=SAMPLING, stop_ids=STOP_IDS, use_cache=use_cache)
+    turns = [each.run([converse(each, n) for n in (1, 2, 3)]) for each in (engine, expected)]
+    for one, other in zip(*turns, strict=True):
+        check_equal(one, other)
+        if not use_cache or make_model is small_model:
+            assert all((text.n_reused > 0) == use_cache for text in one[1:])
+
+
 def test_two_texts_continue_one():
     """The text is computed once, or again if the other has started before."""
     engine = Engine(small_model(), sampling=SAMPLING, max_rows=4)
@@ -292,17 +308,19 @@ def test_two_texts_continue_one():
 
 
 def test_a_text_that_is_kept_again_is_the_newest():
-    kept = KeptTexts(most=2)
+    model = small_model()
+    kept = KeptTexts(model, most=2, degree=1)
     for tokens in ((1, 2), (3, 4), (1, 2), (5, 6)):
-        kept.keep(tokens, KVCache(small_model(), 0))
+        kept.keep(tokens, KVCache(model, 0), 0)
     assert kept.beginning_of((1, 2, 9)) == (1, 2)
     assert kept.beginning_of((3, 4, 9)) is None
 
 
 def test_the_newest_texts_are_kept():
-    kept = KeptTexts(most=2)
+    model = small_model()
+    kept = KeptTexts(model, most=2, degree=1)
     for tokens in ((1, 2), (1, 2, 3), (4, 5)):
-        kept.keep(tokens, KVCache(small_model(), 0))
+        kept.keep(tokens, KVCache(model, 0), 0)
     assert kept.beginning_of((1, 2, 9)) is None
     assert kept.beginning_of((1, 2, 3, 9)) == (1, 2, 3)
     assert kept.beginning_of((4, 5, 6, 7)) == (4, 5)

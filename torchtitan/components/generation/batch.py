@@ -3,7 +3,7 @@
 import itertools
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -101,7 +101,7 @@ class Batch:
         self._rows: list[Row] = []
         self._logits_BV: Tensor | None = None
         self._held: Prompts | None = None
-        self._kept = KeptTexts(settings.max_rows)
+        self._kept = KeptTexts(model, settings.max_rows, settings.degree)
         self._graph: DecodeGraph | None = None
         self._graph_of = graphs_for(model, partial(logits_at, model, 0))
         self._cache: Any = (
@@ -208,6 +208,11 @@ class Batch:
     def _n_alive(self) -> int:
         return sum(not row.is_done for row in self._rows)
 
+    @property
+    def _known(self) -> Mapping[Tokens, int]:
+        """Prompts that are computed already."""
+        return self._held.row_of if self._held else {}
+
     def _room(self, n_alive: int) -> int:
         """Return the number of rows that the batch has room for."""
         most = self._settings.max_rows
@@ -221,21 +226,14 @@ class Batch:
             row = self._waiting.popleft()
             if not row.is_done:  # nothing awaits it any more
                 chosen.append(row)
-        return self._with_equal_rests(chosen) if self._joins else chosen
+        return self._of_one_pass(chosen) if self._joins else chosen
 
-    def _with_equal_rests(self, chosen: list[Row]) -> list[Row]:
-        """Return the rows whose kept texts one pass can continue, and queue the others again. The
-        rows of a pass have equally many new tokens, unless all caches can go back to earlier ones.
-        The newest rows are the first, so the number of the last row is taken."""
-        texts = {row.start: self._beginning_of(row.start) for row in chosen}
-        kept = {start: text for start, text in texts.items() if text is not None}
-        if all(self._kept.cache_of(text).can_go_back(len(text)) for text in kept.values()):
-            return chosen
-        n_new = {start: len(start) - len(text) for start, text in kept.items()}
-        taken = list(n_new.values())[-1]
-        later = [row for row in chosen if n_new.get(row.start, taken) != taken]
-        self._waiting.extendleft(reversed(later))
-        return [row for row in chosen if row not in later]
+    def _of_one_pass(self, chosen: list[Row]) -> list[Row]:
+        """Return the rows whose kept texts one pass can continue, and queue the others again."""
+        prompts = [row.start for row in chosen if row.start not in self._known]
+        others = self._kept.with_other_rests(prompts)
+        self._waiting.extendleft(row for row in reversed(chosen) if row.start in others)
+        return [row for row in chosen if row.start not in others]
 
     def _decode_images(self, chosen: Sequence[Row]) -> None:
         """Decode the images of rows, once for each prompt. The files may have changed."""
@@ -275,23 +273,13 @@ class Batch:
         extended: dict[Tokens, Tokens] = {}
         if not self._joins:
             return new, extended
-        known = self._held.row_of if self._held else {}
-        for prompt in dict.fromkeys(row.start for row in chosen if row.start not in known):
-            beginning = self._beginning_of(prompt)
+        for prompt in dict.fromkeys(row.start for row in chosen if row.start not in self._known):
+            beginning = self._kept.beginning_of(prompt)
             if beginning is None:
                 new.append(prompt)
             else:
                 extended[prompt] = beginning
         return new, extended
-
-    def _beginning_of(self, prompt: Tokens) -> Tokens | None:
-        """Return the kept text that the prompt begins with, if its keys still belong to the
-        longer text."""
-        kept = self._kept.beginning_of(prompt)
-        boundaries = self._model.cache_boundaries()
-        if kept and any(len(kept) <= boundary < len(prompt) for boundary in boundaries):
-            return None
-        return kept
 
     def _decode(
         self, is_new_batch: bool, images: ImageInputs | None, reader: ImageReader | None
@@ -410,24 +398,10 @@ class Batch:
         return Prompts(cache, places, logits_NV, n_reused=[0] * len(prompts))
 
     def _extend_texts(self, beginnings: dict[Tokens, Tokens]) -> Prompts:
-        """Compute prompts from the kept texts that they begin with. All rows of a pass have equally
-        many tokens: a row with fewer new ones, which can go back, computes its last kept ones
-        again."""
-        prompts = list(beginnings)
-        n_new = max(len(prompt) - len(kept) for prompt, kept in beginnings.items())
-        n_new = -(-n_new // self._degree) * self._degree
-        n_before = [max(len(prompt) - n_new, 0) for prompt in prompts]
-        sources = [
-            (self._kept.cache_of(beginnings[prompt]).beginning(n_kept), [0])
-            for prompt, n_kept in zip(prompts, n_before, strict=True)
-        ]
-        n_slots = max(n_before)
-        cache = KVCache(self._model, n_slots + n_new + self._degree)
-        cache.assemble(sources, n_slots)
-        tokens_BL, positions_BL = left_padded([prompt[-n_new:] for prompt in prompts], self._degree)
-        positions_BL += torch.tensor(n_before)[:, None]
-        logits_NV = self._cached_logits(cache, tokens_BL, positions_BL, n_new)
-        places = {prompt: index for index, prompt in enumerate(prompts)}
+        """Compute prompts from the kept texts that they begin with."""
+        cache, tokens_BL, positions_BL, n_before = self._kept.continued(beginnings)
+        logits_NV = self._cached_logits(cache, tokens_BL, positions_BL, tokens_BL.shape[1])
+        places = {prompt: index for index, prompt in enumerate(beginnings)}
         return Prompts(cache, places, logits_NV, n_reused=n_before)
 
     def _assemble(self, kept: list[int], chosen: Sequence[Row], held: Sequence[Prompts]) -> None:
@@ -499,14 +473,10 @@ class Batch:
             add_experts(row.generation, experts.to("cpu", copy=True).numpy())
 
     def _keep(self, place: int, row: Row) -> None:
-        """Keep the keys, values and states of a text that a later prompt begins with. Its last
-        token has none yet. Tensor parallelism computes multiples of its degree, so that a row must
-        be able to go back."""
-        n_cached = row.n_tokens - 1
-        is_usable = self._degree == 1 or self._cache.can_go_back(n_cached)
-        if row.is_continued and self._joins and is_usable:
-            tokens = tuple(row.tokens[:n_cached])
-            self._kept.keep(tokens, self._cache.row(place, n_cached))
+        """Keep what the cache holds of a text that a later prompt begins with. Its last token is
+        not in it yet."""
+        if row.is_continued and self._joins:
+            self._kept.keep(tuple(row.tokens[:-1]), self._cache, place)
 
     def _forget(self) -> None:
         """Free the memory of a batch without rows."""

@@ -1,38 +1,94 @@
 """Finished texts that later prompts begin with, such as the earlier turns of a conversation."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from torchtitan.components.generation.forward import left_padded
 from torchtitan.components.generation.kv_cache import KVCache
 
 Tokens = tuple[int, ...]
 
 
-class KeptTexts:
-    """The keys and values of at most `most` texts (None: all), each in a cache of one row."""
+class Continued(NamedTuple):
+    """What a forward pass needs to continue kept texts."""
 
-    def __init__(self, most: int | None):
+    cache: KVCache
+    """What is kept of each text, as far as the pass does not compute it again."""
+    tokens_BL: Tensor
+    positions_BL: Tensor
+    n_before: list[int]
+    """Tokens of each prompt that are not computed."""
+
+
+class KeptTexts:
+    """What a key/value cache holds of texts: keys, values and states, each text in a cache of one
+    row.
+
+    Args:
+        most: number of texts that are kept, the newest; None: all.
+        degree: equal parts into which tensor parallelism splits the sequences of a pass.
+    """
+
+    def __init__(self, model: Any, most: int | None, degree: int):
+        self._model = model
         self._most = most
+        self._degree = degree
         self._caches: dict[Tokens, KVCache] = {}
 
-    def keep(self, tokens: Tokens, cache: KVCache) -> None:
-        """Keep a text, and drop the oldest if there are too many."""
+    def keep(self, tokens: Tokens, cache: KVCache, row: int) -> None:
+        """Keep a text, which a row of a cache ends with, and drop the oldest if there are too many.
+        Tensor parallelism computes multiples of its degree, so that it must be able to go back."""
+        if self._degree > 1 and not cache.can_go_back(len(tokens)):
+            return
         self._caches.pop(tokens, None)  # a text that is kept again is the newest
-        self._caches[tokens] = cache
+        self._caches[tokens] = cache.row(row, len(tokens))
         if self._most is not None and len(self._caches) > self._most:
             del self._caches[next(iter(self._caches))]
 
     def beginning_of(self, prompt: Tokens) -> Tokens | None:
         """Return the longest kept text that a prompt continues, if it is at least half of it:
-        computing all of a prompt costs less than twice as much as the rest."""
+        computing all of a prompt costs less than twice as much as the rest. None if its keys do not
+        belong to the longer text."""
         lengths = sorted({len(tokens) for tokens in self._caches}, reverse=True)
         for length in lengths:
             if length < len(prompt) <= 2 * length and prompt[:length] in self._caches:
-                return prompt[:length]
+                boundaries = self._model.cache_boundaries()
+                is_valid = not any(length <= boundary < len(prompt) for boundary in boundaries)
+                return prompt[:length] if is_valid else None
         return None
 
-    def cache_of(self, tokens: Tokens) -> KVCache:
-        """Return the keys and values of a kept text."""
-        return self._caches[tokens]
+    def with_other_rests(self, prompts: Sequence[Tokens]) -> set[Tokens]:
+        """Return the prompts whose kept texts one pass cannot continue together with the others'.
+        The rows of a pass have equally many new tokens, unless all caches can go back to earlier
+        ones. The newest prompts are the first, so the number of the last one is taken."""
+        texts = {prompt: self.beginning_of(prompt) for prompt in prompts}
+        n_new = {prompt: len(prompt) - len(text) for prompt, text in texts.items() if text}
+        if all(self._caches[text].can_go_back(len(text)) for text in texts.values() if text):
+            return set()
+        *_, taken = n_new.values()
+        return {prompt for prompt, number in n_new.items() if number != taken}
+
+    def continued(self, beginnings: Mapping[Tokens, Tokens]) -> Continued:
+        """Return how one pass computes prompts, each from the kept text that it begins with. All
+        rows have equally many tokens: a row with fewer new ones, which can go back, computes its
+        last kept ones again."""
+        prompts = list(beginnings)
+        n_new = max(len(prompt) - len(kept) for prompt, kept in beginnings.items())
+        n_new = -(-n_new // self._degree) * self._degree
+        n_before = [max(len(prompt) - n_new, 0) for prompt in prompts]
+        sources = [
+            (self._caches[beginnings[prompt]].beginning(n_kept), [0])
+            for prompt, n_kept in zip(prompts, n_before, strict=True)
+        ]
+        n_slots = max(n_before)
+        cache = KVCache(self._model, n_slots + n_new + self._degree)
+        cache.assemble(sources, n_slots)
+        tokens_BL, positions_BL = left_padded([prompt[-n_new:] for prompt in prompts], self._degree)
+        positions_BL += torch.tensor(n_before)[:, None]
+        return Continued(cache, tokens_BL, positions_BL, n_before)
 
     def drop(self, texts: Iterable[Tokens]) -> None:
         """Free the memory of texts that have been continued."""
