@@ -61,6 +61,8 @@ def test_rewards_of_a_prompt_are_averaged():
     numbers, rewards = mean_rewards([(7, 1.0), (3, 0.0), (7, 0.0), (7, 0.5)])
     assert numbers.tolist() == [3, 7] and rewards.tolist() == [0.0, 0.5]
     assert [values.tolist() for values in mean_rewards([])] == [[], []]
+    orders = itertools.permutations([(3, 0.1), (3, 0.2), (3, 0.3)])
+    assert len({float(mean_rewards(order)[1]) for order in orders}) == 1
 
 
 def group(document: int, *rewards: float | None) -> list[Trajectory]:

@@ -13,10 +13,10 @@ Tokens = tuple[int, ...]
 
 
 class Continued(NamedTuple):
-    """What a forward pass needs to continue kept texts."""
+    """Inputs of a forward pass that continues kept texts."""
 
     cache: KVCache
-    """What is kept of each text, as far as the pass does not compute it again."""
+    """A row for each prompt: its kept tokens that the pass does not recompute."""
     tokens_BL: Tensor
     positions_BL: Tensor
     n_before: list[int]
@@ -24,8 +24,7 @@ class Continued(NamedTuple):
 
 
 class KeptTexts:
-    """What a key/value cache holds of texts: keys, values and states, each text in a cache of one
-    row.
+    """Keys, values and states of texts, each in a key/value cache of one row.
 
     Args:
         most: number of texts that are kept, the newest; None: all.
@@ -61,9 +60,9 @@ class KeptTexts:
         return None
 
     def with_other_rests(self, prompts: Sequence[Tokens]) -> set[Tokens]:
-        """Return the prompts whose kept texts one pass cannot continue together with the others'.
-        The rows of a pass have equally many new tokens, unless all caches can go back to earlier
-        ones. The newest prompts are the first, so the number of the last one is taken."""
+        """Return the prompts whose kept texts must wait for another pass. Without caches that can
+        all go back, the rows of a pass have equally many new tokens. The newest prompts are the
+        first, so the pass has the number of the last one."""
         texts = {prompt: self.beginning_of(prompt) for prompt in prompts}
         n_new = {prompt: len(prompt) - len(text) for prompt, text in texts.items() if text}
         if all(self._caches[text].can_go_back(len(text)) for text in texts.values() if text):
@@ -72,9 +71,9 @@ class KeptTexts:
         return {prompt for prompt, number in n_new.items() if number != taken}
 
     def continued(self, beginnings: Mapping[Tokens, Tokens]) -> Continued:
-        """Return how one pass computes prompts, each from the kept text that it begins with. All
-        rows have equally many tokens: a row with fewer new ones, which can go back, computes its
-        last kept ones again."""
+        """Return the inputs of a pass that computes prompts, each from the kept text that it begins
+        with. All rows have equally many tokens: a row with fewer new ones, which can go back,
+        recomputes its last kept ones."""
         prompts = list(beginnings)
         n_new = max(len(prompt) - len(kept) for prompt, kept in beginnings.items())
         n_new = -(-n_new // self._degree) * self._degree

@@ -86,8 +86,9 @@ class RatedRolloutTrainer(ReferenceTrainer, RolloutTrainer):
 def mean_rewards(
     rated: Iterable[tuple[int, float]],
 ) -> tuple[Array, npt.NDArray[np.float64]]:
-    """Return the numbers of prompts, in order, and the mean reward of each."""
-    every = list(rated)
+    """Return the numbers of prompts, in order, and the mean reward of each. The means do not depend
+    on the order, which the layout changes, of what is `rated`."""
+    every = sorted(rated)
     numbers, places, counts = np.unique(
         np.array([number for number, _ in every], np.int64), return_inverse=True, return_counts=True
     )

@@ -115,7 +115,7 @@ class RLTrainer(RatedRolloutTrainer):
                 raise UserError("--replay.size keeps answers to prompts without images only")
 
         def check_experts(self) -> None:
-            """Raise `UserError` if the experts of sampled tokens are not those of one model."""
+            """Raise `UserError` if the engine does not return the experts of sampled tokens."""
             engine = self.rollout.engine
             require(
                 engine == "embedded",
