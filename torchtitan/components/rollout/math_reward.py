@@ -53,11 +53,14 @@ _AMBIGUOUS = re.compile(
     r"[0-9][eE][-+]?[0-9]|[0-9]\s*\\[dt]?frac|[0-9]\s+[0-9]|[-+*/^.]\s*[*/^.]|/[^-+]*/|[0-9}]\s*_|"
     r"(?<![0-9])(?:[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}|[0-9]{1,2}-[0-9]{1,2}-[0-9]{4})(?![0-9])|"
     r"(?<![\\A-Za-z])[A-Za-z]\s*[0-9]|\)\s*[0-9]|"
-    rf"\\(?:{_SYMBOLS})\s*[0-9]"
+    rf"\\(?:{_SYMBOLS})\s*[0-9]|"
+    r"\\(?:[dt]?frac\s*[0-9]{3}|sqrt\s*[0-9]{2})|"
+    r"(?:\\sqrt(?:\[[^\]]*\])?|\\[dt]?frac\s*\{[^{}]*\}|\^)\s*\{[^{}]*\}\s*[0-9]"
 )
 """Powers of ten or products with e; mixed fractions or products; digits without an operator; two
 divisions; numbers in another base, which math-verify reads as decimal; dates; a digit after a
-letter, a symbol or a bracket: a product, or an index or exponent that has lost its sign."""
+letter, a symbol, a bracket, a root, a fraction or an exponent: a product, or an index or exponent
+that has lost its sign; digits after `\\frac` or `\\sqrt`, of which LaTeX takes the first ones."""
 
 Kind = Literal["numbers", "time", "words", "list", "formula", "other"]
 Check = Callable[[str, str], bool]
