@@ -260,8 +260,18 @@ PAID_BY_BOTH += [
     ("€20 per hour", "20 euros/hour"),
     ("$20 per hour", r"\boxed{\$20} per hour"),
     ("5 km per day", r"\boxed{5\text{ km}} per day"),
+    ("5 km/h", r"\boxed{5} km/h"),
+    ("5 km", r"\boxed{5000} meters"),
+    ("5 km", r"\boxed{5} kilometers long"),
+    ("5 hours", r"$\boxed{5}$ hours"),
+    ("5", r"\boxed{5} days old"),
+    ("5 apples", r"\boxed{5} of them"),
+    ("5 °C", r"\boxed{5} degrees Celsius"),
+    ("5 °C", "It is 5 degrees Celsius."),
+    ("30 days", r"\boxed{30} day"),
+    ("2 days", "48 hours"),
 ]
-"""What a unit is divided by belongs to it."""
+"""Units after a box, and rates."""
 
 PAID_BY_MATH = [
     ("yes", "YES"),
@@ -296,6 +306,11 @@ PAID_BY_NEITHER = [
     ("5 km", r"\boxed{5\text{ km}} per day"),
     ("20 miles", r"$\boxed{20}$ miles per hour"),
     ("5 apples", "5 per day"),
+    ("5 km", r"\boxed{5} miles"),
+    ("5 km", r"$\boxed{5}$ miles."),
+    ("5 hours", r"\boxed{5} minutes"),
+    ("$5", r"\boxed{5} euros"),
+    ("5 °C", "5 degrees Fahrenheit"),
     ("abc", "ABC"),  # a product, and a triangle
     ("ABE", "abe"),
     ("2x", "x2"),  # a lost exponent or index

@@ -24,13 +24,14 @@ from torchtitan.components.rollout.exact_numbers import (
 )
 from torchtitan.components.rollout.plain_texts import without_marks
 from torchtitan.components.rollout.sentences import (
+    UNIT_AFTER,
     is_changed_by,
     is_equal_to_all,
     is_excluded,
     number_in_sentence,
     retracts,
 )
-from torchtitan.components.rollout.units import RATE, find_unit
+from torchtitan.components.rollout.units import RATE, find_unit, is_known
 
 _BOX = re.compile(r"\\f?boxed\s*\{|\\fbox\s*\{")
 _EQUAL_BOXES = re.compile(
@@ -214,9 +215,17 @@ def _answer_of_box(before: str, inside: str, after: str) -> Answer:
     value = number.value if number else None
     if _is_part(before, after, value):
         return _NONE
-    rate = _RATE_AFTER_BOX.match(after)
-    whole = f"{inside} {rate[1]}" if number and rate else ""
-    return Answer(whole if read_numbers(whole) else inside)
+    return Answer(_with_unit(inside, after) if number else inside)
+
+
+def _with_unit(inside: str, after: str) -> str:
+    """Return the number in a box with the unit after it: a rate, or a unit that is not only a
+    word, since any words may follow a box."""
+    found = _UNIT_AFTER_BOX.match(after)
+    if found is None or not (is_known(found["unit"]) or RATE.search(found["unit"])):
+        return inside
+    whole = f"{inside} {found['unit']}"
+    return whole if read_numbers(whole) else inside
 
 
 _MOST_BOXES = 1000
@@ -226,8 +235,7 @@ no answer."""
 _NEAR = 100
 """Characters around a box that are searched for what makes it a part, except around the last."""
 
-_RATE_AFTER_BOX = re.compile(rf"[\s$}}]*((?:[A-Za-z]+ )?{RATE.pattern}[A-Za-z]+)")
-"""The unit of a box that words after it divide: `\\boxed{\\$20} per hour` is no `$20`."""
+_UNIT_AFTER_BOX = re.compile(rf"(?:[ $}}]|\\[)\]])*(?!\n){UNIT_AFTER.pattern}")
 
 _NAME_IN_BOX = re.compile(
     r"\A\s*(?:\\(?:text|textbf)\s*\{\s*(?:the )?(?:final )?answer\s*(?:is|[:=])\s*\}|=)",
@@ -329,7 +337,9 @@ def _is_continued(after: str, value: Fraction | None) -> bool:
     start = re.match(r"[\s$]*+(?=\*\*\w)", after)
     if start and "\n" in start[0].rpartition("$")[2]:  # emphasis of a new line
         return False
-    if re.match(r"[\^_%‰²³°¢k]|\\(?:%|times|cdot|pm|pi|sqrt|div|circ)|[-+*/×·÷!]", rest):
+    if re.match(
+        r"[\^_%‰²³°¢]|k(?![A-Za-z])|\\(?:%|times|cdot|pm|pi|sqrt|div|circ)|[-+*/×·÷!]", rest
+    ):
         return True
     word = re.match(r"(?:\\text\s*\{\s*)?([A-Za-z]+)", rest)
     unit = find_unit(word[1]) if word else None

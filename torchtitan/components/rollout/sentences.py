@@ -33,13 +33,15 @@ from torchtitan.components.rollout.exact_numbers import (
 )
 from torchtitan.components.rollout.units import is_known
 
-_UNIT_AFTER = re.compile(
-    rf"\s?(?P<unit>%|per [A-Za-z]+|"
-    rf"(?:[{MONEY}]|(?:(?:square|cubic) )?(?:[A-Za-zµ]+|°[CF]?(?![A-Za-z])))"
+_WORD_OF_UNIT = r"(?:square |cubic )?[A-Za-zµ]+(?: (?i:celsius|fahrenheit))?"
+UNIT_AFTER = re.compile(
+    rf"\s?(?P<unit>%|per [A-Za-z]+|(?:[{MONEY}]|{_WORD_OF_UNIT}|°[CF]?(?![A-Za-z]))"
     r"(?:/[A-Za-z]+| per [A-Za-z]+)?(?:\^\{?[23]\}?)?)"
 )
+"""A space, and the unit of the number before it."""
+
 _IN_TEXT = re.compile(
-    rf"(?<![\w.,:/^#√|–])(?<![\w)\]}}][+-]){NUMBER_AT_START.pattern}(?:{_UNIT_AFTER.pattern})?"
+    rf"(?<![\w.,:/^#√|–])(?<![\w)\]}}][+-]){NUMBER_AT_START.pattern}(?:{UNIT_AFTER.pattern})?"
 )
 _ASSIGNMENT_AT_END = re.compile(rf"(?<!\w){ASSIGNMENT.pattern}\$?\Z")
 
@@ -87,7 +89,7 @@ def number_in_sentence(text: str) -> Number | None:
     unit = match["unit"] or ""
     if more := _MORE.match(text[match.end("number") :]):
         rest = more[1] + text[match.end("number") + more.end() :]
-        noun = _UNIT_AFTER.match(rest)
+        noun = UNIT_AFTER.match(rest)
         unit, after = (noun["unit"], rest[noun.end() :]) if noun else ("", rest)
         after = re.sub(r"\A than\b", "", after)
     elif unit.lower() in NEUTRAL_WORDS:

@@ -147,7 +147,7 @@ def _known(text: str) -> Unit | None:
     if text in _UNITS:
         return _UNITS[text]
     lower = " ".join(map(_singular, text.split()))
-    is_word = len(lower) > 3  # the case of a symbol has a meaning
+    is_word = len(text) > 3  # the case of a symbol has a meaning
     return _UNITS.get(lower) if is_word else None
 
 
@@ -155,5 +155,5 @@ def _singular(word: str) -> str:
     lower = word.lower()
     if lower == "inches":
         return "inch"
-    is_plural = len(lower) > 2 and lower.endswith("s") and not lower.endswith("ss")
+    is_plural = len(lower) > 2 and lower.endswith("s") and not lower.endswith(("ss", "us"))
     return lower[:-1] if is_plural else lower
