@@ -20,6 +20,7 @@ from torch import Tensor
 from tests.models.family_cases import CASES, DEFAULT_ROPE, LINEAR_ROPE, SIZES, random_reference
 from torchtitan.cli.main import main
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
+from torchtitan.models import exaone
 from torchtitan.models.families import families_with
 from torchtitan.tools.errors import UserError
 
@@ -108,7 +109,7 @@ FITTING: dict[str, dict[str, Any]] = {
 
 
 def fitting(name: str, seed: int) -> dict[str, Any]:
-    ropes = [*ROPES, LLAMA3][: 4 if name == "llama" else 3]
+    ropes = [*ROPES, LLAMA3] if name in ("llama", "exaone4") else ROPES
     if name == "llama4_text":
         ropes = [DEFAULT_ROPE, LINEAR_ROPE, LLAMA3]
     if name.startswith("deepseek"):
@@ -291,6 +292,14 @@ def test_llama_cpp_has_every_tensor():
             assert generic <= known, (flavor, generic - known)
             n_checked += 1
     assert n_checked > 30
+
+
+def test_published_sizes_of_exaone_4_are_written():
+    """With Llama 3's RoPE, whose divisors are a tensor, and with windows in the larger one."""
+    for flavor in ("4.0-1.2B", "4.0-32B"):
+        config = exaone.FLAVORS[flavor]
+        assert exaone.FORMATS["gguf"].to_external(config)["block_count"] == config.n_layers
+        assert "rope_freqs.weight" in exaone.FORMATS["gguf"].adapter(config).external_names
 
 
 @pytest.mark.parametrize(

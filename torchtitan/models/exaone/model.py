@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan.models.common.blocks import PostNormBlock
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.gguf import Architecture, gguf_format, require_gguf
+from torchtitan.models.common.gguf import Architecture, Rotation, gguf_format, require_gguf
 from torchtitan.models.common.hugging_face import (
     DENSE_ROWS,
     ModelType,
@@ -157,6 +157,7 @@ GGUF = gguf_format(
     Architecture(
         name="exaone4",
         config=Exaone4Model.Config,
+        rotation=Rotation(scalings=("linear", "yarn", "llama3")),
         any_head_width=False,
         windows=one_full_of(4),
         keys=_gguf_keys,
