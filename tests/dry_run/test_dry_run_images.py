@@ -46,7 +46,7 @@ def kept_bytes(model: Any, images: ImageInputs) -> int:
     return sum(n for key, n in kept.items() if key not in parameters)
 
 
-def report(folder: Path, dump: Path) -> RankReport:
+def report(folder: Path, dump: Path, tensor_parallel: int = 1) -> RankReport:
     options = {
         "module": "auto",
         "config": "sft_images",
@@ -57,11 +57,12 @@ def report(folder: Path, dump: Path) -> RankReport:
         "training.global_batch_size": 4,
         "training.mixed_precision_param": "float32",
         "activation_checkpoint.mode": "none",
+        "parallelism.tensor_parallel_degree": tensor_parallel,
         "dump_folder": dump,
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     words += ["--model.train", "language", "projector", "vision"]
-    [found] = reports_of(ConfigManager().parse_args(words).config, 1)
+    found, *_ = reports_of(ConfigManager().parse_args(words).config, tensor_parallel)
     return found
 
 
@@ -98,3 +99,11 @@ def test_images_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert whole.gradient_bytes - text.gradient_bytes == of_readers
     kept = kept_bytes(classes["sdpa"], images)
     assert whole.saved_bytes - text.saved_bytes == pytest.approx(kept, rel=0.1)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_share_the_operations_of_images(tmp_path: Path) -> None:
+    """As a run counts them: the same images once."""
+    folder = vision_folder("smolvlm", tmp_path / "model")
+    one, two = (report(folder, tmp_path, degree) for degree in (1, 2))
+    assert two.model_flops == pytest.approx(one.model_flops / 2)

@@ -105,8 +105,8 @@ class FakeTrainer(Trainer):
     work_of_second: Work
     loss_device_type = "cuda"
     image_flops = 0.0
-    """Operations for the images of a step on this rank, by the formula of model FLOP/s
-    utilization."""
+    """Operations for the images of a step, by the formula of model FLOP/s utilization, divided
+    evenly among all ranks."""
 
     def init_distributed(self) -> torch.device:
         """Use the existing process group, and return the CPU as the device."""
@@ -194,9 +194,13 @@ class FakeTrainer(Trainer):
         if images is None:
             return
         n_batches, training = self.gradient_accumulation_steps, self.config.training
+        models: list[Any] = self.all_parts
+        flops = sum(part.image_flops(images) for part in models)
+        # tensor-parallel ranks have the same images
+        share = self.parallel_dims.dp_degree / self.parallel_dims.world_size
+        self.image_flops = n_batches * flops * share
         model, dtype = self.build_model(), getattr(torch, training.mixed_precision_param)
         convert_model(model, self.converters, frozen_dtype=dtype)
-        self.image_flops = n_batches * model.image_flops(images)
         apply_activation_checkpointing(model, self.config.activation_checkpoint)
         memory, work = MemoryTracker(), WorkTracker()
         try:
