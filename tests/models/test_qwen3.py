@@ -266,6 +266,9 @@ def test_a_factor_that_transformers_ignores_is_ignored_with_a_warning(
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     document = FORMATS["hf"].to_external(FLAVORS["8B"])
     expected = FORMATS["hf"].from_external({**document, "rope_scaling": yarn})
+    unsaid = {**document, "rope_scaling": {**yarn, "attn_factor": None}}
+    assert FORMATS["hf"].from_external(unsaid) == expected
+    assert "attn_factor" not in caplog.text
     said = {**document, "rope_scaling": {**yarn, "attn_factor": 0.8782}}
     assert FORMATS["hf"].from_external(said) == expected
     assert "ignoring RoPE's attn_factor 0.8782" in caplog.text

@@ -98,9 +98,11 @@ def _read(reader: ConfigReader, parameters: ConfigReader, rotates_part: bool) ->
         else {*_COMMON_KEYS, *_FIELDS[kind], *_ONLY_READ.get(kind, ())}
     )
     for key, value in parameters.values.items():
+        if key in known or value is None:
+            continue
         if kind in _WITHOUT_EFFECT and key in _WITHOUT_EFFECT[kind]:
             logger.warning("config.json: ignoring RoPE's %s %r, like transformers", key, value)
-        elif key not in known and value is not None:
+        else:
             raise UnsupportedModelError(
                 f"config.json: RoPE's {key} is {value!r}, which this family does not support"
             )
