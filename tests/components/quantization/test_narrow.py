@@ -454,10 +454,14 @@ def in_layouts(folder: Path) -> None:
     for kind, layouts in RUNS.items():
         for layout in layouts:
             train(folder / kind / layout, CONVERTERS[kind], **{**BASE, **LAYOUTS[layout]})
+    for layout in ADAPTED:
+        train(folder / "adapters" / layout, mx(), ADAPTERS, **{**BASE, **LAYOUTS[layout]})
     for kind, options in EXPERT_RUNS.items():
         train(folder / kind / "experts", *options.pop("converters"), **{**MOE, **BASE, **options})
 
 
+ADAPTERS = LoRA.Config(rank=2, dora=True)
+ADAPTED = ("fsdp", "tp")
 EXPERT_RUNS: dict[str, dict[str, Any]] = {
     "mxfp8": {"converters": [mx()], "parallelism__expert_parallel_degree": 2},
     "nvfp4, nearest": {
@@ -488,6 +492,14 @@ def test_two_processes_match_one(tmp_path):
                 numbers(tmp_path / "two" / kind / layout), numbers(one), strict=True
             ):
                 assert ours == pytest.approx(expected, rel=tolerance), (kind, layout)
+    train(tmp_path / "one" / "adapters", mx(), ADAPTERS, **BASE)
+    for layout in ADAPTED:
+        for ours, expected in zip(
+            numbers(tmp_path / "two" / "adapters" / layout),
+            numbers(tmp_path / "one" / "adapters"),
+            strict=True,
+        ):
+            assert ours == pytest.approx(expected, rel=1e-3), layout
     for kind, options in EXPERT_RUNS.items():
         whole = {**MOE, **BASE, "training__local_batch_size": 2}
         train(tmp_path / "one" / kind / "experts", *options["converters"], **whole)
