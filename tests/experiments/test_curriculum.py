@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.experiments.test_rl import (  # noqa: F401
-    NUMBERS,
-    folder,
-    train_on_ranks,
-    train_rl,
-)
+from tests.experiments.test_rl import NUMBERS, folder, train_rl  # noqa: F401
 from tests.processes import run_processes
 from tests.training import killed_in, read_metrics
 from torchtitan.components.checkpoint.ranks import Ranks

@@ -202,6 +202,45 @@ def test_random_documents_equal_the_recurrence_of_each(seed):
     )
 
 
+def defined_rule(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, documents: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what `gated_delta_rule` returns, one token after another."""
+    outs, before = [], torch.zeros_like(documents[:, 0])
+    for t, document in enumerate(documents.unbind(1)):
+        kept = (document == before).double()[:, None, None, None] * state
+        kept = decay[:, t, :, :, None].exp() * kept
+        seen = torch.einsum("bhef,bhe->bhf", kept, k[:, t])
+        change = beta[:, t, :, None] * (v[:, t] - seen)
+        state, before = kept + k[:, t, :, :, None] * change[:, :, None], document
+        outs.append(torch.einsum("bhef,bhe->bhf", state, q[:, t]))
+    return torch.stack(outs, dim=1), state
+
+
+@pytest.mark.parametrize("width", [1, 6])
+def test_rule_equals_its_definition(width):
+    """With decays of heads and of elements, over many chunks: documents that end within and between
+    them, one that goes on from a state, and gradients of everything."""
+    generator = torch.Generator().manual_seed(width)
+    q, k, decay, v, beta, state = (
+        torch.randn(size, generator=generator, dtype=torch.float64)
+        for size in (*[(2, 150, 2, 6)] * 2, (2, 150, 2, width), (2, 150, 2, 5), (2, 150, 2))
+        + ((2, 2, 6, 5),)
+    )
+    starts = torch.zeros(2, 150, dtype=torch.long)
+    starts[0, [9, 16, 17, 64, 100]] = starts[1, [0, 47, 128]] = 1
+    documents = starts.cumsum(1)
+    inputs = [q, F.normalize(k, dim=-1), v, -decay.exp(), beta.sigmoid()]
+    inputs = [each.requires_grad_() for each in (*inputs, state)]
+    pairs = []
+    for rule in (delta_net.gated_delta_rule, defined_rule):
+        out, last = rule(*inputs[:-1], documents, inputs[-1])
+        gradients = torch.autograd.grad((out.sin().sum() + last.cos().sum()), inputs)
+        pairs.append((out, last, *gradients))
+    # Float64 sums in another order.
+    torch.testing.assert_close(*pairs, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("width", [1, 8])
 def test_fast_decays_are_as_precise_as_slow_ones(width):
     """In float32, differences of the cumulative sums would be wrong by 3e-5 where tokens that
