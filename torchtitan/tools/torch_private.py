@@ -357,6 +357,12 @@ def gathered_weights(record: object) -> list["Tensor"]:
     return [record._unsharded_param] if hasattr(record, "_unsharded_param") else []
 
 
+def n_shards(record: Any) -> int:
+    """Return the number of ranks that FSDP gathers the parameter of an `fsdp_parameters` record
+    from."""
+    return getattr(record.mesh_info, "shard_mesh_size", 1)
+
+
 def owner_of(record: Any) -> "nn.Module":
     """Return the module with the parameter of an `fsdp_parameters` record."""
     owner: nn.Module = record._module_info.module

@@ -514,8 +514,13 @@ def test_two_processes_match_one(tmp_path):
 GATHERED = {
     "fsdp": {},
     "fsdp, bfloat16": {"training__mixed_precision_param": "bfloat16"},
-    "tp": LAYOUTS["tp"],
+    "one shard": {**LAYOUTS["tp"], "training__mixed_precision_param": "bfloat16"},
+    "ddp": {
+        "parallelism__data_parallel_replicate_degree": 2,
+        "parallelism__data_parallel_shard_degree": 1,
+    },
 }
+"""In the last two, FSDP has nothing to gather."""
 
 
 def gather_in_layouts(folder: Path) -> None:

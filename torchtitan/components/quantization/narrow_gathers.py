@@ -24,7 +24,7 @@ from torchtitan.components.quantization.block_formats import (
 from torchtitan.components.quantization.narrow_products import NarrowLinear, NVFP4Weight
 from torchtitan.distributed.initialize import canonical_name, local_part, sharded_dims
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.torch_private import extend_gather, fsdp_parameters, owner_of
+from torchtitan.tools.torch_private import extend_gather, fsdp_parameters, n_shards, owner_of
 
 
 class NVFP4Gathers:
@@ -45,6 +45,8 @@ class NVFP4Gathers:
             for name, module in part.named_modules()
         }
         for record in fsdp_parameters(modules):
+            if n_shards(record) == 1:
+                continue
             layer = owner_of(record)
             if isinstance(layer, NarrowLinear) and record.sharded_param is layer.weight:
                 _check_shards(names[layer], layer.weight, option)
