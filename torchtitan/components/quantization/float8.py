@@ -96,7 +96,7 @@ class Float8LinearConverter(NarrowConverter):
             if not self.emulate and (reason := _missing_kernels_reason()) is not None:
                 raise UserError(
                     f"{self.option}: float8 products need a GPU of compute capability 8.9 or "
-                    f"above, and {reason}; {self.option}.emulate computes the same, slowly, on any "
+                    f"above, and {reason}; {self.option}.emulate emulates them, slowly, on any "
                     "device"
                 )
 
