@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.tiny_vision import vision_folder
+from torchtitan.components.images.loader import ImageDataLoader
 from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.images.rows_loader import white_images
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config.manager import ConfigManager
 from torchtitan.dry_run.report import RankReport, reports_of
 from torchtitan.models.transformers.images import feature_owner, parts_of
+from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.protocols.images import ImageInputs
 from torchtitan.tools.torch_private import storage_key
 
@@ -72,8 +74,6 @@ def test_images_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     pass that no backward pass needs."""
     from transformers import AutoModelForImageTextToText
 
-    from torchtitan.components.images.loader import ImageDataLoader
-
     folder = vision_folder("smolvlm", tmp_path / "model")
     whole = report(folder, tmp_path)
     monkeypatch.setattr(ImageDataLoader.Config, "blank_images", lambda *_: None)
@@ -107,3 +107,22 @@ def test_tensor_parallel_ranks_share_the_operations_of_images(tmp_path: Path) ->
     folder = vision_folder("smolvlm", tmp_path / "model")
     one, two = (report(folder, tmp_path, degree) for degree in (1, 2))
     assert two.model_flops == pytest.approx(one.model_flops / 2)
+
+
+@pytest.mark.slow
+def test_images_of_a_class_that_reads_values_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also what the class computes before it reads."""
+    folder, trace = vision_folder("smolvlm", tmp_path / "model"), TransformersModel.trace_images
+
+    def fail(model: TransformersModel, images: ImageInputs) -> None:
+        trace(model, images)
+        raise RuntimeError("a value is read\nmore")
+
+    monkeypatch.setattr(TransformersModel, "trace_images", fail)
+    found = report(folder, tmp_path)
+    assert "images are not counted: a value is read" in caplog.text
+    monkeypatch.setattr(ImageDataLoader.Config, "blank_images", lambda *_: None)
+    text = report(folder, tmp_path)
+    assert found.executed_flops == text.executed_flops and found.saved_bytes == text.saved_bytes

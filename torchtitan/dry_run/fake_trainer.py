@@ -209,6 +209,7 @@ class FakeTrainer(Trainer):
         except (RuntimeError, NotImplementedError) as error:
             reason = str(error).split("\n")[0]
             logger.warning("operations and activations of images are not counted: %s", reason)
+            memory, work = MemoryTracker(), WorkTracker()  # without those before the error
         for kernel, calls in work.work.items():
             self.work.work[kernel] += n_batches * calls
         kept = memory.peak(without=[one for one in MEMORY_KINDS if one != "activations"])
