@@ -210,6 +210,83 @@ def test_rows_are_filtered_and_counted(
             read_all(build(config, epochs=1))
 
 
+def test_values_of_several_types_are_those_of_copies(hub: Path, tmp_path: Path) -> None:
+    """`datasets` gives values of different types the type `Json`, and stores them as JSON text."""
+    parts = [{"type": "text", "text": "4?"}]
+    rows = [
+        {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": "Five."}]}
+        for ask in ("3?", parts)
+    ]
+    write(hub / "mixed", rows, n_files=1)
+    (hub / "typed").mkdir()
+    message = {"role": datasets.Value("string"), "content": datasets.Json()}
+    typed = datasets.Dataset.from_list(rows, datasets.Features({"messages": [message]}))
+    typed.to_parquet(hub / "typed/train-00000-of-00001.parquet")
+    (template := tmp_path / "template.jinja").write_text(
+        "{% for m in messages %}{{ m | tojson + eos_token }}{% endfor %}"
+    )
+    for name in ("hub/mixed", "hub/typed"):
+        options = {"columns": [], "chat_template": str(template), "train_on": "all"}
+        configs = (
+            config_of(SFTDataLoader, [name], tmp_path, **options, **streamed)
+            for streamed in ({}, STREAMED)
+        )
+        copied, samples = (
+            samples_in(read_all(build(config, epochs=1, seq_len=512))) for config in configs
+        )
+        assert samples == copied and samples.total() == 2
+
+
+def test_rows_with_several_samples_are_counted(
+    hub: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the first row, the second sample is too long; of the second row, both; and the column of
+    images is not read."""
+    turns = [["1?", "2."], ["word " * 200, "4."]]
+    rows = [
+        {
+            "image": "a.png",
+            "messages": [
+                {"role": role, "content": text}
+                for exchange in exchanges
+                for role, text in zip(("user", "assistant"), exchange, strict=True)
+            ],
+        }
+        for exchanges in (turns, turns[::-1])
+    ]
+    write(hub / "several", rows, n_files=1)
+    (template := tmp_path / "template.jinja").write_text(  # marks the last question
+        "{% for m in messages %}{{ '!' if loop.revindex0 == 1 or loop.last and m.role == 'user' }}"
+        "{{ m.role + ': ' + m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+        "{{ 'assistant: ' if add_generation_prompt }}"
+    )
+    options = {"columns": [], "chat_template": str(template)}
+    copied = build(config_of(SFTDataLoader, ["hub/several"], tmp_path, **options), epochs=1)
+    [data] = copied.samples.sets
+    expected = [*data.report.lines(), *data.warnings()]
+    assert "1 of 2 rows kept" in expected[0] and len(samples_in(read_all(copied))) == 1
+    caplog.clear()
+    config = config_of(SFTDataLoader, ["hub/several"], tmp_path, stream="all", **options)
+    with caplog.at_level("INFO"):
+        read_all(build(config, epochs=1))
+    found = [line.partition(": ")[2] for line in caplog.messages]
+    places = [line.replace("hub/several (train), row", "hub/several, row") for line in expected]
+    assert [line for line in found if line in places] == places
+    assert any("image (rows: 2) is ignored" in line for line in found)
+
+
+def test_a_row_keeps_its_number(hub: Path, tmp_path: Path) -> None:
+    """In all epochs, since a number tells the prompts of `--replay.size` apart."""
+    config = config_of(PromptDataLoader, ["hub/pairs"], tmp_path, **STREAMED)
+    loader = build(config, local_batch_size=1, epochs=3)
+    prompts: dict[int, set[tuple[int, ...]]] = {}
+    for batch in read_all(loader):
+        prompts.setdefault(batch["documents"].item(), set()).add(tuple(batch["prompts"][0]))
+    assert len(prompts) == 23 and all(len(found) == 1 for found in prompts.values())
+    of_ranks = [build(config, dp_world_size=size) for size in (1, 2)]
+    assert of_ranks[0].fingerprint != of_ranks[1].fingerprint  # they number other prompts
+
+
 def test_another_revision_is_other_data(hub: Path, tmp_path: Path) -> None:
     first, second = (
         build(config_of(SFTDataLoader, [name], tmp_path, **STREAMED))

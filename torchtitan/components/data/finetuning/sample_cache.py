@@ -112,14 +112,21 @@ class SampleCache:
     def describe(self, index: int) -> str:
         """Return the name of a sample, which is unique: the location of its row, `my.jsonl:17`,
         followed by the number of the sample if the row has several: `my.jsonl:17, sample 2`."""
-        location = self._locations[index]
-        return location if isinstance(location, str) else f"{location[0]}, sample {location[1]}"
+        return name_of(self._locations[index])
 
     def row_of(self, index: int) -> str:
         """Return the location of a sample's row."""
-        location = self._locations[index]
-        where: str = location if isinstance(location, str) else location[0]
-        return where
+        return row_of(self._locations[index])
+
+
+def name_of(location: str | Sequence[Any]) -> str:
+    """Return the name of a sample at a location of `EncodedBatch`; see `SampleCache.describe`."""
+    return location if isinstance(location, str) else f"{location[0]}, sample {location[1]}"
+
+
+def row_of(location: str | Sequence[Any]) -> str:
+    """Return the location of the row of a sample at a location of `EncodedBatch`."""
+    return location if isinstance(location, str) else str(location[0])
 
 
 def column_files(name: str) -> tuple[str, str]:

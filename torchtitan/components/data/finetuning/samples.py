@@ -51,6 +51,21 @@ class LengthLimit:
         length = max(len(part.ids) for part in sample.parts)
         return sample if length <= self.max_length else self._shorten(sample, where, length)
 
+    def counted(self, sample: EncodedRow, where: str, report: Report) -> EncodedRow | Dropped:
+        """As `apply`, and correct the tokens that a report has counted, and its truncated
+        samples."""
+        result = self.apply(sample, where)
+        if result is sample:
+            return sample
+        report.tokens -= sample.n_tokens
+        report.trained_tokens -= sample.n_trained
+        if not isinstance(result, Dropped):
+            report.tokens += result.n_tokens
+            report.trained_tokens += result.n_trained
+            length = max(len(part.ids) for part in sample.parts)
+            report.truncated.add(where, self.size_in_words(length))
+        return result
+
     def size_in_words(self, length: int) -> str:
         """Compare a length with the limit in words."""
         limit = (
@@ -115,7 +130,8 @@ class LengthFilteredDataset:
         keep = np.ones(len(lengths), bool)
         dropped: list[tuple[int, Dropped]] = []
         for index in np.flatnonzero(lengths > max_length).tolist():
-            if result := self._handle_too_long(index, int(lengths[index])):
+            result = limit.counted(cache.sample(index), cache.describe(index), self.report)
+            if isinstance(result, Dropped):
                 keep[index] = False
                 dropped.append((index, result))
         self._count_dropped(dropped, keep)
@@ -145,42 +161,7 @@ class LengthFilteredDataset:
 
     def warnings(self) -> Iterator[str]:
         """Yield warnings about ignored columns and dropped samples."""
-        if unread := self.report.unread:
-            plural = len(unread) > 1
-            counted = [f"{column} (rows: {rows.count:,})" for column, rows in unread.items()]
-            images = (
-                "; to train on images, use --config sft_images, dpo_images or grpo_images"
-                if are_images(unread)
-                else ""
-            )
-            yield (
-                f"the column{'s' * plural} {', '.join(counted)} {'are' if plural else 'is'} "
-                f"ignored (format {self.report.format}) but may affect training; to use "
-                f"{'them' if plural else 'it'}, set --dataloader.format to a function that "
-                f"converts the rows{images}"
-            )
-        if self.report.turns and not self.report.stops:
-            yield (
-                "no trained turn teaches a stop: the model will not end its answers; set another "
-                "chat template"
-            )
-        if options := self.report.options:
-            yield (
-                f"some samples are rendered with {', '.join(options)}: to get such answers, use "
-                "the same option of the chat template at inference"
-            )
-        dropped = self.report.dropped.get("too_long", ExampleCounter()).count
-        if dropped > MANY_TOO_LONG * self.report.rows:
-            yield (
-                f"{dropped:,} of {self.report.rows:,} rows ({dropped / self.report.rows:.1%}) are "
-                f"dropped because they have more than {self._limit.max_length:,} tokens; increase "
-                "--training.seq_len"
-                + (
-                    f", or set --dataloader.too_long {self._limit.truncations}"
-                    if self._limit.too_long == "drop"
-                    else ""
-                )
-            )
+        return warnings_of(self.report, self._limit)
 
     def _count_dropped(self, dropped: Sequence[tuple[int, Dropped]], keep: Array) -> None:
         """Count rows without a kept sample as dropped, and dropped samples of other rows in
@@ -201,21 +182,45 @@ class LengthFilteredDataset:
                 report.kept -= 1
                 report.drop(row, reason, why)
 
-    def _handle_too_long(self, index: int, length: int) -> Dropped | None:
-        """Count a sample that is too long and kept, or return why it is dropped."""
-        where = self._cache.describe(index)
-        sample = self._cache.sample(index)
-        report = self.report
-        size = self._limit.size_in_words(length)
-        result = self._limit.apply(sample, where)
-        report.tokens -= sample.n_tokens
-        report.trained_tokens -= sample.n_trained
-        if isinstance(result, Dropped):
-            return result
-        report.tokens += result.n_tokens
-        report.trained_tokens += result.n_trained
-        report.truncated.add(where, size)
-        return None
+
+def warnings_of(report: Report, limit: LengthLimit) -> Iterator[str]:
+    """Yield warnings about ignored columns and dropped samples, for samples within a limit."""
+    if unread := report.unread:
+        plural = len(unread) > 1
+        counted = [f"{column} (rows: {rows.count:,})" for column, rows in unread.items()]
+        images = (
+            "; to train on images, use --config sft_images, dpo_images or grpo_images"
+            if are_images(unread)
+            else ""
+        )
+        yield (
+            f"the column{'s' * plural} {', '.join(counted)} {'are' if plural else 'is'} "
+            f"ignored (format {report.format}) but may affect training; to use "
+            f"{'them' if plural else 'it'}, set --dataloader.format to a function that "
+            f"converts the rows{images}"
+        )
+    if report.turns and not report.stops:
+        yield (
+            "no trained turn teaches a stop: the model will not end its answers; set another "
+            "chat template"
+        )
+    if options := report.options:
+        yield (
+            f"some samples are rendered with {', '.join(options)}: to get such answers, use "
+            "the same option of the chat template at inference"
+        )
+    dropped = report.dropped.get("too_long", ExampleCounter()).count
+    if dropped > MANY_TOO_LONG * report.rows:
+        yield (
+            f"{dropped:,} of {report.rows:,} rows ({dropped / report.rows:.1%}) are "
+            f"dropped because they have more than {limit.max_length:,} tokens; increase "
+            "--training.seq_len"
+            + (
+                f", or set --dataloader.too_long {limit.truncations}"
+                if limit.too_long == "drop"
+                else ""
+            )
+        )
 
 
 _IN_FILE = re.compile(r"( \(.*\))?(:\d+|, (row|element) \d+)?(, sample \d+)?")

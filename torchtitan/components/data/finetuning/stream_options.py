@@ -25,7 +25,7 @@ def check_stream(config: Any) -> None:
             "use the sampler `shuffle`, or set --dataloader.stream none"
         )
     defaults = {one.name: one for one in dataclasses.fields(config)}
-    for option in set(NOT_STREAMED) & set(defaults):
+    for option in filter(defaults.__contains__, NOT_STREAMED):
         value, default = getattr(config, option), defaults[option].default
         if value != (default if default is not dataclasses.MISSING else []):
             raise UserError(

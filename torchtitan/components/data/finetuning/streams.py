@@ -22,7 +22,8 @@ from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, RowE
 from torchtitan.components.data.finetuning.filters import Dropped, FilterConfig
 from torchtitan.components.data.finetuning.row_batches import BatchEncoder, EncodedBatch
 from torchtitan.components.data.finetuning.row_formats import RowFormat
-from torchtitan.components.data.finetuning.samples import LengthLimit, Windows
+from torchtitan.components.data.finetuning.sample_cache import name_of, row_of
+from torchtitan.components.data.finetuning.samples import LengthLimit, Windows, warnings_of
 from torchtitan.components.data.plan.packing import PACKINGS
 from torchtitan.components.data.pretraining.order import permute
 from torchtitan.components.data.pretraining.streaming import (
@@ -37,6 +38,7 @@ from torchtitan.components.data.pretraining.streaming import (
 from torchtitan.components.data.report import Report, no_rows_left_error
 from torchtitan.components.data.sources.rows import Row
 from torchtitan.components.data.sources.source import Source, StreamSource
+from torchtitan.components.data.sources.tables import arrow_rows
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -131,29 +133,33 @@ class RowStreamFeed(StreamFeed):
 
     dataset: "PackedRows"
     source: Any  # a `RowSet`'s
+    shuffles_files = False  # a row keeps its number, which tells prompts apart
 
     def __init__(self, dataset: "PackedRows", data: RowSet, node: int, n_nodes: int):
         super().__init__(dataset, data.source, node, n_nodes)  # type: ignore[arg-type]
         self._encoder = dataset.rows.encoder(data.format)
         self._limit = dataset.rows.limit
 
-    def open(self) -> Any:
-        return self.source.open_rows()
+    @property
+    def name(self) -> str:
+        """The dataset's name in messages, with this node's place among several."""
+        reader = f" (reader {self.node + 1} of {self.n_nodes})" if self.n_nodes > 1 else ""
+        return f"{self.source.name}{reader}"
 
-    def items(self, rows: dict[str, list[Any]]) -> list[Any]:
-        return [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+    def open(self) -> Any:
+        return self.source.open_tables()
+
+    def items(self, rows: Any) -> Any:
+        return rows
 
     def blocks(
         self, position: StreamPosition
     ) -> Iterator[tuple[int, dict[str, Any] | None, list[Row]]]:
         """Yield each block's number, the state before it, and its rows, from the block of
         `position` on."""
-        reader = f" of reader {self.node + 1} of {self.n_nodes}" if self.n_nodes > 1 else ""
         size = self.dataset.order.block_size
-        for block, state, items in self._blocks(position):
-            numbers = itertools.count(block * size + 1)
-            named = [Row(f"{self.source.name}, row {next(numbers)}{reader}", row) for row in items]
-            yield block, state, named
+        for block, state, table in self._blocks(position):
+            yield block, state, list(arrow_rows(table, self.name, block * size + 1))
 
     def epoch_windows(self, position: StreamPosition) -> Iterator[tuple[Any, StreamPosition]]:
         is_whole = position == StreamPosition(epoch=position.epoch)
@@ -171,15 +177,16 @@ class RowStreamFeed(StreamFeed):
                 after = StreamPosition(position.epoch, block, state, number)
                 yield ([row for _, row in chosen], documents), after
         if is_whole and report.rows and not report.samples:
-            raise no_rows_left_error(self.source.name, report, [])
+            raise no_rows_left_error(self.name, report, warnings_of(report, self._limit))
         if n_blocks & (n_blocks - 1):
             self._log(report)
 
     def _log(self, report: Report) -> None:
         """Log the counts of the rows that were read since the start or the last epoch."""
-        where = f"{self.source.name}, as read by {self.node + 1} of {self.n_nodes}"
         for line in report.lines():
-            logger.info("%s: %s", where, line)
+            logger.info("%s: %s", self.name, line)
+        for warning in warnings_of(report, self._limit):
+            logger.warning("%s: %s", self.name, warning)
 
     def _samples(
         self, block: int, rows: Sequence[Row], report: Report
@@ -197,21 +204,23 @@ class RowStreamFeed(StreamFeed):
 
     def _fitting(self, batch: EncodedBatch, report: Report) -> Iterator[tuple[str, EncodedRow]]:
         """Yield the samples within the limit with the locations of their rows, and count others."""
-        for place, sample in batch.samples:
-            where = place if isinstance(place, str) else place[0]
-            kept = self._limit.apply(sample, where)
-            report.tokens -= sample.n_tokens
-            report.trained_tokens -= sample.n_trained
-            if isinstance(kept, Dropped):
-                report.samples -= 1
-                report.kept -= isinstance(place, str)
-                report.drop(where, *kept)
-                continue
-            report.tokens += kept.n_tokens
-            report.trained_tokens += kept.n_trained
-            if kept is not sample:
-                report.truncated.add(where, f"{sample.n_tokens:,} tokens")
-            yield where, kept
+        for where, samples in itertools.groupby(batch.samples, lambda found: row_of(found[0])):
+            dropped: list[tuple[str, Dropped]] = []
+            n_kept = 0
+            for place, sample in samples:
+                kept = self._limit.counted(sample, name_of(place), report)
+                if isinstance(kept, Dropped):
+                    dropped.append((name_of(place), kept))
+                else:
+                    n_kept += 1
+                    yield where, kept
+            report.samples -= len(dropped)
+            if n_kept:
+                for name, (reason, why) in dropped:
+                    report.left_out.add(name, f"{reason}: {why}")
+            elif dropped:
+                report.kept -= 1
+                report.drop(where, *dropped[0][1])
 
     def _packed(self, samples: list[EncodedRow], epoch: int, block: int) -> list[np.ndarray]:
         """Return the indices of the samples of each window, in the order of training."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
@@ -201,6 +201,9 @@ class StreamFeed:
     """Windows of a node's shard of a stream. Raises `UserError` if a shard of a mixture has no
     documents."""
 
+    shuffles_files: ClassVar[bool] = True
+    """True to read the files of a shuffled stream in another order in later epochs."""
+
     def __init__(self, dataset: PackedStream, source: StreamSource, node: int, n_nodes: int):
         self.dataset = dataset
         self.source = source
@@ -287,15 +290,13 @@ class StreamFeed:
         key = (order.seed, order.restarts, epoch, block, self.node)
         return [items[permute(i, len(items), *key)] for i in range(len(items))]
 
-    def _blocks(
-        self, position: StreamPosition
-    ) -> Iterator[tuple[int, dict[str, Any] | None, list[Any]]]:
+    def _blocks(self, position: StreamPosition) -> Iterator[tuple[int, dict[str, Any] | None, Any]]:
         """Yield each block's number, the stream's state before it, and its items, from the block of
         `position` on."""
         source = self.source
         with _stream_failures(source):
             stream = shard_of(self.open(), self.node, self.n_nodes)
-        if self.dataset.order.shuffle:
+        if self.dataset.order.shuffle and self.shuffles_files:
             stream.set_epoch(position.epoch)  # shuffles the files, from the second epoch on
         if position.source is not None:
             stream.load_state_dict(position.source)
@@ -313,8 +314,8 @@ class StreamFeed:
         """Return the whole stream."""
         return self.source.open()
 
-    def items(self, rows: dict[str, list[Any]]) -> list[Any]:
-        """Return what `encode` takes, for the columns of a block of rows."""
+    def items(self, rows: Any) -> Any:
+        """Return what `encode` takes, for the columns of a block of rows, or its table."""
         column, where = self.source.text_column, f"dataset {self.source.name!r}"
         return [check_text(text, column, where) for text in rows[column]]
 

@@ -264,6 +264,11 @@ class StreamSource:
         stream = self._load()
         return stream if stream.features is None else stream.decode(False)
 
+    def open_tables(self) -> Any:
+        """Return a `datasets.IterableDataset` whose batches are Arrow tables of all columns, for
+        `arrow_rows`. Raise the errors of `open`, except that no column is needed."""
+        return self._load().with_format("arrow")
+
     def _load(self) -> Any:
         from datasets import load_dataset
 
