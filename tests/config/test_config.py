@@ -763,3 +763,31 @@ def test_choices_among_numbers(given, expected):
     if expected is not None:
         assert convert(given, choices) is expected
     assert fits("3", choices, quoted=False) is False
+
+
+@pytest.mark.parametrize("name", ["no_decay", "no-decay", "layers.0", "Head"])
+def test_groups_may_have_any_names(name):
+    config = parse().config
+    config.optimizer.param_groups = {name: config.optimizer.param_groups["no_decay"]}
+    known = leaves(config.to_dict())
+    words = [f"--optimizer.param_groups.{name}.lr_factor", "0.25"]
+    found = ConfigManager()._parse(config, words, known)
+    assert found == ConfigManager()._parse_by_tyro(config, words, known)
+    assert found.optimizer.param_groups[name].lr_factor == 0.25
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dataloader.dataset", "a.jsonl", "-v"], "unknown option -v"),
+        (["--dataloader.dataset", "a.jsonl", "-training.steps", "3"], "option -training.steps"),
+        (["--dataloader.dataset", "a.jsonl", "--", "b.jsonl"], "unknown option --;"),
+        (["--dump_folder", "-v"], "--dump_folder has no value"),
+    ],
+)
+def test_a_word_with_a_dash_is_no_value(words, message):
+    """Except for negative numbers, also -inf."""
+    with pytest.raises(UserError, match=message):
+        parse(*words)
+    config = parse("--callbacks.earlystopping.min_delta", "-inf").config
+    assert -float("inf") in [getattr(one, "min_delta", 0) for one in config.callbacks]

@@ -52,7 +52,6 @@ from torchtitan.config.registry import (
 from torchtitan.config.values import (
     by_name,
     is_hidden,
-    nested,
     option_names,
     types_by_key,
     with_values,
@@ -161,10 +160,10 @@ class ConfigManager:
             _check_values(document, types, selected.config_file)
             _check_hidden(document, own, types, selected.config_file)
         words = _to_switches(
-            overrides, {key for key, value in known.items() if isinstance(value, bool)}
+            overrides, {_spelled(key) for key, value in known.items() if isinstance(value, bool)}
         )
         with _refusals_named():
-            with_file = with_values(default, type(default), nested(leaves(document)))
+            with_file = with_values(default, type(default), leaves(document))
         options = option_names(known, types)
         config = self._parse(with_file, words, options)
         if document and _strange_in(config, [default]):
@@ -209,7 +208,7 @@ class ConfigManager:
             _check_words(words, of_options)
             if {"-h", "--help"} & set(words) and known.is_current:
                 default = known.stand_in()
-                with_file = with_values(default, type(default), nested(leaves(document)))
+                with_file = with_values(default, type(default), leaves(document))
                 self._parse(with_file, words, options)
             if unknown := _unknown_words(words, of_options):
                 raise self._unknown(unknown, options)
@@ -267,16 +266,18 @@ class ConfigManager:
     def _parse(self, default: Any, args: Sequence[str], known: Collection[str]) -> Any:
         """Return a configuration with the values on the command line, or print the help."""
         types = types_by_key(default, type(default))
-        _check_words(args, types)
-        options = {key: types[key] for key in known if key in types}
+        keys = {_spelled(key): key for key in known if key in types}
+        options = {spelled: types[key] for spelled, key in keys.items()}
+        _check_words(args, options)
         given = _values_in(args, options)
         is_help = bool({"-h", "--help"} & set(args))
-        if is_help or not all(is_plain(options[key]) for key in given):
+        if is_help or not all(is_plain(options[spelled]) for spelled in given):
             return self._parse_by_tyro(default, args, known)
         if unknown := _unknown_words(args, options):
             raise self._unknown(unknown, known)
+        values = {keys[spelled]: value for spelled, value in given.items()}
         with _refusals_named():
-            return with_values(default, type(default), nested(given))
+            return with_values(default, type(default), values)
 
     def _parse_by_tyro(self, default: Any, args: Sequence[str], known: Collection[str]) -> Any:
         """As `_parse`, slower, also for values that files cannot express."""
@@ -438,7 +439,7 @@ def _unknown_words(words: Sequence[str], types: Mapping[str, object]) -> list[st
     n_values = 0.0  # further values that the last option takes
     for word in words:
         key = _key_of(word)
-        if not key:
+        if not _is_option(word):
             n_values -= 1
         elif key not in types and key not in switches:
             n_values = -inf
@@ -462,7 +463,14 @@ def _switches(types: Mapping[str, object]) -> dict[str, tuple[str, bool]]:
 
 
 def _is_option(word: str) -> bool:
-    return bool(_key_of(word)) or word == "-h"
+    """Return whether a word cannot be a value: it begins an option, or seems to."""
+    is_short = re.fullmatch(r"-[A-Za-z]\S*|--", word) and not fits(word, float)
+    return bool(_key_of(word) or is_short)
+
+
+def _spelled(key: str) -> str:
+    """Return a key as `_key_of` does, whatever the names of a mapping in it contain."""
+    return key.replace("-", "_")
 
 
 def _described(declared: object) -> str:
@@ -474,7 +482,7 @@ def _key_of(word: str) -> str:
     words, such as a row of dashes."""
     if not re.match("--[A-Za-z]", word):
         return ""
-    return word.partition("=")[0][2:].replace("-", "_")
+    return _spelled(word.partition("=")[0][2:])
 
 
 def registered_name(function: Callable[..., object]) -> str:

@@ -37,7 +37,7 @@ def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
     for name, item, item_type in children:
         if is_hidden(declared):
             item_type = Annotated[item_type, tyro.conf.Suppress]
-        types |= types_by_key(item, item_type, ".".join(part for part in (key, name) if part))
+        types |= types_by_key(item, item_type, _joined(key, name))
     return types
 
 
@@ -72,33 +72,38 @@ def nested(values: Mapping[str, object]) -> dict[str, Any]:
     return document
 
 
-def with_values(value: Any, declared: Any, document: Any) -> Any:
-    """Return a copy of a configuration with the values of a document, nested by the keys of
-    `types_by_key`, which fit their types."""
-    if document == {}:
+def with_values(value: Any, declared: Any, given: Mapping[str, object], key: str = "") -> Any:
+    """Return a copy of a configuration with the values `given` by the keys of `types_by_key`, which
+    fit their types. `key` is the configuration's own."""
+    if key in given:
+        return convert(given[key], declared)
+    if not any(name.startswith(f"{key}." if key else "") for name in given):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hints = get_type_hints(type(value), include_extras=True)
         changes: dict[str, object] = {}
-        for field in dataclasses.fields(value):
-            name, child = field.name, getattr(value, field.name)
-            if is_unnamed(hints[name]):
-                changes[name] = with_values(child, hints[name], document)
-            elif name in document and not is_hidden(hints[name]):
-                changes[name] = with_values(child, hints[name], document[name])
+        for name in (field.name for field in dataclasses.fields(value)):
+            hint, child = hints[name], getattr(value, name)
+            child_key = key if is_unnamed(hint) else _joined(key, name)
+            if not is_hidden(hint):
+                changes[name] = with_values(child, hint, given, child_key)
         return dataclasses.replace(value, **changes)
     if isinstance(value, Mapping):
         item_type = _value_type(declared)
         return {
-            name: with_values(item, item_type, document[name]) if name in document else item
+            name: with_values(item, item_type, given, _joined(key, name))
             for name, item in value.items()
         }
     if _is_config_list(value):
         return [
-            with_values(item, type(item), document[key]) if key in document else item
-            for key, item in by_name(value).items()
+            with_values(item, type(item), given, _joined(key, name))
+            for name, item in by_name(value).items()
         ]
-    return convert(document, declared)
+    return value
+
+
+def _joined(*names: str) -> str:
+    return ".".join(filter(None, names))
 
 
 def by_name(configs: Sequence[Configurable.Config]) -> dict[str, Configurable.Config]:
