@@ -243,6 +243,8 @@ def _open(
     catalog: Any = CHAT_DATASETS
     if isinstance(loader, PretrainDataLoader.Config):
         loader.weights, catalog = [], DOCUMENTS  # the weights belong to the datasets of the run
+    else:
+        loader.stream = "none"  # prepared rows are copies
     loader.validate()
     for source in sources:
         if find_prepared(source, catalog):

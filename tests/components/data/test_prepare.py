@@ -58,7 +58,7 @@ from torchtitan.components.data.prepare.merge import find_duplicates, merge
 from torchtitan.components.data.prepare.preparation import Preparation
 from torchtitan.components.data.prepare.prepared import find_prepared
 from torchtitan.components.data.sources import block_cache, stored
-from torchtitan.components.data.sources.source import DOCUMENTS, resolve_source
+from torchtitan.components.data.sources.source import CHAT_DATASETS, DOCUMENTS, resolve_source
 from torchtitan.config.manager import ConfigManager
 from torchtitan.tools import durable
 from torchtitan.tools.digests import bytes_digest, digest_of
@@ -131,6 +131,16 @@ def test_torch_is_not_imported(config, tmp_path):
     words = ["data", "prepare", "rows.jsonl", "--out", "out", "--config", config, "--workers=1"]
     subprocess.run([sys.executable, "-P", "-c", code, *words], cwd=tmp_path, check=True)
     assert find_prepared(str(tmp_path / "out"), DOCUMENTS).splits
+
+
+def test_rows_of_a_run_that_streams_are_prepared(tmp_path):
+    """Several datasets of a stream need weights, which belong to a run."""
+    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    for file in files:
+        file.write_text(json.dumps({"question": f"{file.name}?", "answer": "tea"}))
+    command = ["data", "prepare", *map(str, files), "--out", str(tmp_path / "out"), "--workers=1"]
+    assert main([*command, "--config", "debugmodel_sft", "--dataloader.stream", "all"]) == 0
+    assert find_prepared(str(tmp_path / "out"), CHAT_DATASETS).splits["train"]
 
 
 def test_tokens_equal_an_independent_tokenization_without_duplicates(
