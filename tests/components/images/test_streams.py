@@ -237,6 +237,11 @@ def test_other_data_is_refused(model: Path, tmp_path: Path, dataset: str) -> Non
         list(build(config_of("image-stream-chats", columns=[]), model, epochs=1))
 
 
+def test_runs_that_fetch_images_train_on_other_data(model: Path, dataset: str) -> None:
+    loaders = [build(config_of(dataset, fetch_images=fetch), model) for fetch in (False, True)]
+    assert loaders[0].state_dict()["data"] != loaders[1].state_dict()["data"]
+
+
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_images_behind_urls_are_fetched_once(
     workers: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

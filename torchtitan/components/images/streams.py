@@ -204,6 +204,8 @@ class ImageStreamBatches(StreamBatches):
         rows: ImageRows,
     ):
         details = [rows.processor.fingerprint, sorted(rows.columns.items()), rows.broken]
+        if rows.remote is not None:
+            details.append("fetched")
         super().__init__(sets, weights, rows.tokenizer, layout, order, details)
         self._rows = rows
 
