@@ -27,7 +27,7 @@ from torchtitan.components.data.finetuning.sample_cache import (
     first_columns,
     open_sample_cache,
 )
-from torchtitan.components.data.finetuning.samples import LengthFilteredDataset
+from torchtitan.components.data.finetuning.samples import LengthFilteredDataset, LengthLimit
 from torchtitan.components.data.finetuning.sft import parse_token_range
 from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.rows import Row
@@ -175,7 +175,7 @@ def test_truncation_shortens_compared_sequences_equally(tmp_path):
     the one before."""
     texts = ["abcDE|abcF", "aBcde|abcF", "abcdE|aF", "abC|abD"]
     cache = open_cache(Texts(*texts), tmp_path, encoder=Answered())
-    fitted = LengthFilteredDataset(cache, 4, "truncate_left", None, "a.jsonl")
+    fitted = LengthFilteredDataset(cache, LengthLimit(4, "truncate_left", None), "a.jsonl")
     assert [["".join(map(chr, part.ids)) for part in fitted.sample(i).parts] for i in range(2)] == [
         ["bcDE", "bcF"],
         ["abC", "abD"],
@@ -473,7 +473,7 @@ def test_damaged_cache_is_renamed_and_rebuilt(tmp_path, caplog, damage):
 
 
 def fit(cache, seq_len, too_long, untrained="drop"):
-    return LengthFilteredDataset(cache, seq_len + 1, too_long, untrained, "a.jsonl")
+    return LengthFilteredDataset(cache, LengthLimit(seq_len + 1, too_long, untrained), "a.jsonl")
 
 
 @pytest.fixture
