@@ -9,7 +9,7 @@ from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.kimi_linear.model import FORMAT, KimiLinearModel
 
 _SMALL: Any = {**SMALL, "n_kv_heads": 8, "head_dim": 48, "v_head_dim": 32, "kv_lora_rank": 64}
-_SMALL |= {"linear_num_heads": 8, "linear_head_dim": 32}
+_SMALL |= {"linear_num_heads": 16, "linear_head_dim": 32}
 _FULL = [4, 8, 12, 16, 20, 24, 27]
 _LAYERS = {
     "full_attn_layers": _FULL,
