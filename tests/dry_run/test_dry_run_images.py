@@ -70,7 +70,7 @@ def report(folder: Path, dump: Path, tensor_parallel: int = 1) -> RankReport:
 
 @pytest.mark.slow
 def test_images_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations and gradients are those of the class; memory may differ by results of the forward
+    """Operations and gradients equal the class's; memory may differ by results of the forward
     pass that no backward pass needs."""
     from transformers import AutoModelForImageTextToText
 

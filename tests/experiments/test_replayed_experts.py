@@ -237,7 +237,7 @@ def test_two_processes_match_one(folders, tmp_path, degrees):
 
 
 def test_tokens_keep_the_experts_of_the_weights_that_drew_the_next_one(folders):
-    """A text that waits while the weights change is computed again by the new ones."""
+    """A text that waits while the weights change is recomputed by the new ones."""
     model = load_model(folders / "mixtral" / "model", device="cpu").model
     engine = Engine(model, sampling=SAMPLING, records_experts=True)
     prompt = [5, 6, 7]

@@ -63,7 +63,7 @@ def configuration(tmp_path: Path, *words: str, config: str = "llama3_8b") -> Tra
 @pytest.fixture(scope="module", autouse=True)
 def measured_once() -> Iterator[None]:
     """Measure each layer once for all tests of this module: the dry runs of two plans repeat each
-    other. Their reports do not depend on what is left out of the key."""
+    other. Their reports do not depend on options that the key omits."""
     known: dict[tuple[object, ...], Portion] = {}
     measure = foresight_profile._measure
 

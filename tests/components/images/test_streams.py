@@ -246,7 +246,7 @@ def test_runs_that_fetch_images_train_on_other_data(model: Path, dataset: str) -
 def test_images_behind_urls_are_fetched_once(
     workers: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only with the option; the pixels are those of the file, also in the second epoch."""
+    """Only with the option; the pixels equal the file's, also in the second epoch."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
     images = {f"{number}.png": [(200, bytes_of(number))] for number in (0, 2)}

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
+import torch
+
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.finetuning.samples import SampleSets
@@ -38,8 +40,6 @@ def white_images(processor: ImageProcessor, n_tokens: int) -> ImageInputs:
     [ids] = processor.expansions([(WHITE_SIZE, WHITE_SIZE)])
     n_images = max(1, n_tokens // len(ids))
     images = [Image.new("RGB", (WHITE_SIZE, WHITE_SIZE), "white")] * n_images
-    import torch
-
     return ImageReader(processor).inputs([images], torch.tensor([ids * n_images]))
 
 

@@ -43,7 +43,7 @@ def write(folder: Path, rows: list[dict[str, Any]], n_files: int = 2) -> None:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose subfolders `datasets` reads in place of the repositories `hub/NAME`."""
+    """A folder whose subfolders `datasets` reads instead of the repositories `hub/NAME`."""
     folder = tmp_path / "repositories"
     folder.mkdir()
     read = datasets.load_dataset
