@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from torchtitan.components.rollout.contexts import COUNTS, DOUBTS
-from torchtitan.components.rollout.endings import is_known_ending
+from torchtitan.components.rollout.endings import is_counted, is_known_ending
 from torchtitan.components.rollout.exact_numbers import (
     MAX_CHARACTERS,
     Number,
@@ -213,18 +213,22 @@ def _answer_of_box(before: str, inside: str, after: str) -> Answer:
     if number and not is_equal_to_all(clean(before), number, is_box=True):
         return _NONE
     value = number.value if number else None
-    if _is_part(before, after, value):
+    symbol = _SYMBOL_AFTER_BOX.match(after) if number else None
+    if _is_part(before, after[symbol.end() :] if symbol else after, value):
         return _NONE
     return Answer(_with_unit(inside, after) if number else inside)
 
 
 def _with_unit(inside: str, after: str) -> str:
-    """Return the number in a box with the unit after it: a rate, or a unit that is not only a
-    word, since any words may follow a box."""
+    """Return the number in a box with the unit after it: a known one, a rate, or a plural, since
+    any other words may follow a box."""
     found = _UNIT_AFTER_BOX.match(after)
-    if found is None or not (is_known(found["unit"]) or RATE.search(found["unit"])):
+    if found is None:
         return inside
-    whole = f"{inside} {found['unit']}"
+    unit = found["unit"]
+    if not (is_known(unit) or RATE.search(unit) or is_counted(unit, None)):
+        return inside
+    whole = f"{inside} {unit}"
     return whole if read_numbers(whole) else inside
 
 
@@ -236,6 +240,8 @@ _NEAR = 100
 """Characters around a box that are searched for what makes it a part, except around the last."""
 
 _UNIT_AFTER_BOX = re.compile(rf"(?:[ $}}]|\\[)\]])*(?!\n){UNIT_AFTER.pattern}")
+_SYMBOL_AFTER_BOX = re.compile(r"(?:[ $}]|\\[)\]])*(?!\n) [mgshlL](?![\w^(\[/'])")
+"""A unit of one letter, which is read as after a number without a box."""
 
 _NAME_IN_BOX = re.compile(
     r"\A\s*(?:\\(?:text|textbf)\s*\{\s*(?:the )?(?:final )?answer\s*(?:is|[:=])\s*\}|=)",

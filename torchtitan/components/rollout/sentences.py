@@ -31,12 +31,12 @@ from torchtitan.components.rollout.exact_numbers import (
     read_numbers,
     unwrapped,
 )
-from torchtitan.components.rollout.units import is_known
+from torchtitan.components.rollout.units import RATE, is_known
 
 _WORD_OF_UNIT = r"(?:square |cubic )?[A-Za-zµ]+(?: (?i:celsius|fahrenheit))?"
 UNIT_AFTER = re.compile(
-    rf"\s?(?P<unit>%|per [A-Za-z]+|(?:[{MONEY}]|{_WORD_OF_UNIT}|°[CF]?(?![A-Za-z]))"
-    r"(?:/[A-Za-z]+| per [A-Za-z]+)?(?:\^\{?[23]\}?)?)"
+    rf"\s?(?P<unit>%|(?!/){RATE.pattern}[A-Za-z]+|(?:[{MONEY}]|{_WORD_OF_UNIT}|°[CF]?(?![A-Za-z]))"
+    rf"(?:/[A-Za-z]+| (?!/){RATE.pattern}[A-Za-z]+)?(?:\^\{{?[23]\}}?)?)"
 )
 """A space, and the unit of the number before it."""
 

@@ -91,7 +91,8 @@ _NO_UNITS = re.compile(
 )
 
 _MONEY_NAMES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
-RATE = re.compile(r"(?:per |/ ?)(?=[A-Za-z])")
+_EACH = r"(?:an?|each|every) (?=(?:second|minute|hour|day|night|week|month|year)\b)"
+RATE = re.compile(rf"(?:per |/ ?|{_EACH})(?=[A-Za-z])")
 """The beginning of what a unit is divided by."""
 
 _MONEY_RATE = re.compile(rf"\A([{''.join(_MONEY_NAMES)}]) ?{RATE.pattern}")
@@ -105,6 +106,7 @@ def find_unit(text: str) -> Unit | None:
     """Return the unit that a text after a number is; None if the text changes the number, as in
     `5 or 6`, or `5x`."""
     text = re.sub(r"\^\{([23])\}", r"^\1", " ".join(text.split()))
+    text = re.sub(rf"\b{_EACH}", "per ", text)
     text = _MONEY_RATE.sub(lambda found: f"{_MONEY_NAMES[found[1]]} per ", text)
     text = re.sub(r"\A(units?)\^([23])\Z", lambda found: _POWERS[found[2]] + found[1], text)
     if unit := _known(text):
