@@ -86,6 +86,22 @@ def vision_folder(model_type: str, folder: Path, **text: Any) -> Path:
     return folder
 
 
+def write_scores(folder: Path) -> Path:
+    """Make the model in a folder of `vision_folder` a random reward model, in the form of
+    transformers' classes with one label."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("lm_head.weight", None)
+    score = torch.randn(1, 32, generator=torch.Generator().manual_seed(2))
+    save_file(weights | {"score.weight": score}, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    [name] = config["architectures"]
+    architecture = name.partition("For")[0] + "ForSequenceClassification"
+    _write_json(folder / "config.json", config | {"num_labels": 1, "architectures": [architecture]})
+    return folder
+
+
 def vision_model(model_type: str, **text: Any) -> Any:
     """Return a tiny random model of a type; `text` as for `vision_folder`."""
     from transformers import AutoConfig, AutoModelForImageTextToText

@@ -25,11 +25,8 @@ from torchtitan.cli.generate import chat, generate
 from torchtitan.cli.main import main
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.config.manager import ConfigManager
-from torchtitan.experiments.reward.trainer import (
-    RewardTrainer,
-    batch_reward_function,
-    bradley_terry_loss,
-)
+from torchtitan.experiments.reward.rating import RewardModel
+from torchtitan.experiments.reward.trainer import RewardTrainer, bradley_terry_loss
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
 
@@ -291,8 +288,8 @@ def test_every_family_reads_and_writes_classifiers_of_transformers(model_type, t
 
 
 def reward_function(folder: str) -> Callable[[str, str, dict[str, Any]], float]:
-    """Return `batch_reward_function` for single completions."""
-    rate_all = batch_reward_function(folder)
+    """Return `RewardModel` for single completions."""
+    rate_all = RewardModel(folder)
     return lambda prompt, completion, row: rate_all([prompt], [completion], [row])[0]
 
 
@@ -317,7 +314,7 @@ def test_rewards_of_answers_equal_transformers_with_and_without_padding(folder):
     )
     assert rated == pytest.approx(model(**batch).logits[:, 0].tolist(), **TOLERANCE)
     for size in (3, 16):  # answers of several lengths at a time
-        rate_all = batch_reward_function(str(trained(folder)), batch_size=size)
+        rate_all = RewardModel(str(trained(folder)), batch_size=size)
         together = rate_all(["ignored"] * 4, [row["chosen"] for row in rows], rows)
         assert together == pytest.approx(rated, **TOLERANCE)
     assert rate_all([], [], []) == []
@@ -372,7 +369,7 @@ def test_reinforcement_learning_uses_the_reward_model(folder, tmp_path):
     )
     words += flags({"rewards": [f"reward_model={trained(folder)}"], "rollout.max_new_tokens": 5})
     config = ConfigManager().parse_args(["--module", "rl", "--config", "grpo", *words]).config
-    with mock.patch("torchtitan.experiments.reward.trainer.load_model", side_effect=AssertionError):
+    with mock.patch("torchtitan.experiments.reward.rating.load_model", side_effect=AssertionError):
         config.check(world_size=1)  # in the launcher, which must not hold the weights
     trainer = run(config)
     lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.conftest import PROJECT
 from tests.experiments.test_preference import pair_of
@@ -28,8 +28,12 @@ from tests.experiments.test_reward import (
 )
 from tests.models.test_images import norm, options, write_rows
 from tests.processes import run_processes
-from tests.tiny_vision import reference_inputs, vision_folder
+from tests.tiny_vision import reference_inputs, vision_folder, write_scores
 from tests.training import killed_in, read_metrics, train
+from torchtitan.components.images.files import ImageOpener
+from torchtitan.components.images.rows_loader import processor_of
+from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.experiments.reward.rating import RewardModel
 from torchtitan.experiments.reward.trainer import RewardTrainer
 from torchtitan.tools.errors import UserError
 
@@ -176,19 +180,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @lru_cache
     def write(model_type: str) -> Path:
-        folder = vision_folder(model_type, root / model_type)
-        weights = load_file(folder / "model.safetensors")
-        weights.pop("lm_head.weight", None)
-        score = torch.randn(1, 32, generator=torch.Generator().manual_seed(2))
-        save_file(weights | {"score.weight": score}, folder / "model.safetensors", {"format": "pt"})
-        config = json.loads((folder / "config.json").read_text())
-        [name] = config["architectures"]
-        architecture = name.partition("For")[0] + "ForSequenceClassification"
-        labels = {"num_labels": 1, "architectures": [architecture]}
-        (folder / "config.json").write_text(json.dumps(config | labels))
-        return folder
+        return write_scores(vision_folder(model_type, root / model_type))
 
     return write
+
+
+SCORED = ("gemma3", "qwen3_5", "internvl")
 
 
 def image_options(folder: Path, rows: Path, **more: Any) -> dict[str, Any]:
@@ -269,6 +266,34 @@ def test_transformers_opens_the_scores_of_images(folders: Any, data: Any) -> Non
     assert [float(x) for x in theirs.values()] == pytest.approx(
         [float(x) for x in ours.values()], **TOLERANCE
     )
+
+
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_vl", *(pytest.param(x, marks=pytest.mark.slow) for x in SCORED)]
+)
+def test_answers_about_images_are_rated_as_by_the_class(
+    model_type: str, folders: Any, data: Any
+) -> None:
+    """Whether rows name their images or have had their content."""
+    folder, (path, sides, opened) = folders(model_type), data
+    model = Scores(folder, transformers.AutoModelForImageTextToText)
+    with torch.no_grad():
+        inputs = reference_inputs(model_type, folder, sides, opened)
+        expected = model(**inputs).logits[:, 0].tolist()
+    rows = [json.loads(line) for line in path.read_text().splitlines() for _ in range(2)]
+    opener = ImageOpener(path.parent)
+    images = [[opener.open(name) for name in row["images"]] for row in rows]
+    completions = [conversation[-1]["content"] for conversation in sides]
+    stripped = [
+        row | {"images": [{"bytes": None, "path": None}] * len(row["images"])} for row in rows
+    ]
+    rate = RewardModel(str(folder), batch_size=3, with_images=True)
+    for prompts in (rows, stripped):
+        rows = [{"prompt": row["prompt"], "images": row["images"]} for row in prompts]
+        rated = rate([""] * len(rows), completions, rows, images)
+        assert rated == pytest.approx(expected, **TOLERANCE)
+    token = processor_of(PretrainedTokenizer.Config().build(path=folder)).token
+    assert rate([""], [f"It is {token}."], rows[:1], images[:1]) == [None]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Reinforcement learning from prompts with images, against the classes called directly."""
 
 import json
+import re
 import shutil
 from functools import lru_cache
 from pathlib import Path
@@ -12,14 +13,22 @@ import torch
 from PIL import Image
 
 from tests.processes import run_processes
-from tests.tiny_vision import VISION_TYPES, reference_inputs, text_of, vision_folder
+from tests.tiny_vision import (
+    VISION_TYPES,
+    reference_inputs,
+    text_of,
+    vision_folder,
+    write_scores,
+)
 from tests.training import flags, killed_in, read_metrics, run
 from torchtitan.components.generation import next_tokens
+from torchtitan.components.images.files import ImageOpener
 from torchtitan.components.images.reader import ImageReader
 from torchtitan.components.losses.policy_loss import group_advantages
 from torchtitan.components.rollout.rollout import Trajectory
 from torchtitan.config.manager import ConfigManager
 from torchtitan.experiments.ppo.trainer import PPOTrainer
+from torchtitan.experiments.reward.rating import RewardModel
 from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.tools.errors import UserError
@@ -341,7 +350,6 @@ def test_a_changed_image_ends_the_run(folders: Any, data: Any, tmp_path: Path) -
     ("options", "message"),
     [
         ({"rollout__engine": "vllm"}, "--rollout.engine vllm sends token ids only"),
-        ({"rewards": ["reward_model=x"]}, "reward_model=x: reward models rate text only"),
     ],
 )
 def test_refused_options(
@@ -350,6 +358,54 @@ def test_refused_options(
     source, *_ = data
     with pytest.raises(UserError, match=message):
         config_of(folders("smolvlm"), source, tmp_path, **options)
+
+
+REWARDS = """
+def n_images(prompt, completion, row, images):
+    assert [image.decode().size for image in images] == [tuple(size) for size in row["sizes"]]
+    return len(images)
+
+def widths(prompts, completions, rows, images):
+    return [sum(image.width for image in of_row) for of_row in images]
+"""
+
+
+def test_rewards_see_the_images(folders: Any, data: Any, tmp_path: Path) -> None:
+    """A function of one answer, a function of a batch, and a reward model, which rates the logged
+    answers when called alone."""
+    source, *_ = data
+    (tmp_path / "seeing.py").write_text(REWARDS)
+    scores = write_scores(vision_folder("qwen3_vl", tmp_path / "scores"))
+    functions = [f"{tmp_path}/seeing.py:n_images", f"{tmp_path}/seeing.py:widths"]
+    options = {"rewards": [*functions, f"reward_model={scores}"], "reward_weights": [1e3, 1, 1e-3]}
+    train(folders("qwen3_vl"), source, tmp_path / "run", **options)
+    rows = [json.loads(line) for line in (source / "prompts.jsonl").read_text().splitlines()]
+    opener = ImageOpener(source)
+    rate = RewardModel(str(scores), with_images=True)
+    logged = (tmp_path / "run/completions.jsonl").read_text().splitlines()
+    assert len(logged) > 1
+    for line in map(json.loads, logged):
+        [row] = [row for row in rows if row["messages"][0]["content"][-1]["text"] in line["prompt"]]
+        parts = row["messages"][0]["content"][:-1]
+        images = [opener.open(part["image"]) for part in parts]
+        completion = re.sub(r"<\|\w+\|>", "", line["completion"])  # special tokens
+        [reward] = rate([""], [completion], [row], [images])
+        seen = 1e3 * len(images) + sum(image.width for image in images)
+        assert line["reward"] == pytest.approx(seen + 1e-3 * reward, abs=1e-6)
+
+
+def test_a_reward_model_that_reads_text_only_is_refused(
+    folders: Any, data: Any, tmp_path: Path
+) -> None:
+    source, *_ = data
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_labels": 1}
+    folder = tmp_path / "text"
+    LlamaForSequenceClassification(LlamaConfig(**sizes, **heads)).save_pretrained(folder)
+    with pytest.raises(UserError, match="reads text only"):
+        config_of(folders("smolvlm"), source, tmp_path, rewards=[f"reward_model={folder}"])
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from tests.training import read_metrics, run, tiny_config
 from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.finetuning.prompt_rows import read_prompts
 from torchtitan.components.evaluation.pass_at_k import pass_at_k
-from torchtitan.components.rollout.rewards import Rewards
+from torchtitan.components.rollout.rewards import Rewards, Text
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer.answers import Answers
 
@@ -73,7 +73,7 @@ def test_asynchronous_rewards_wait_at_the_same_time(tmp_path):
         "    await asyncio.wait_for(barrier.wait(), 20)\n    return len(completion)\n"
     )
     rewards = Rewards([f"{tmp_path}/meets.py:meets"], [])
-    texts = [("?", "a" * length, {}) for length in (3, 1, 2)]
+    texts = [Text("?", "a" * length, {}) for length in (3, 1, 2)]
     assert asyncio.run(rewards.totals(texts)) == [3, 1, 2]
 
 
@@ -142,7 +142,7 @@ def test_numbers_are_those_of_the_answers(tmp_path, options, monkeypatch):
     for line, answers in zip(lines, per_step, strict=True):
         assert len(answers) == 18
         verdicts = [reward for _, reward in answers if reward is not None]
-        for (_, completion, row), reward in answers:
+        for (_, completion, row, _), reward in answers:
             known = float(row["answer"] in completion)
             assert reward == (float(len(completion) % 2 == 0) if completion else 0) + known
         assert line["evaluation/sums/reward"] == pytest.approx(np.mean(verdicts))
@@ -154,7 +154,7 @@ def test_numbers_are_those_of_the_answers(tmp_path, options, monkeypatch):
                 right = [reward is not None and reward >= 1 for reward in rewards]
                 expected.append(np.mean([any(c) for c in itertools.combinations(right, k)]))
             assert line[f"evaluation/sums/pass_at_{k}"] == pytest.approx(np.mean(expected))
-    texts = {text for (_, text, _), _ in recorded}
+    texts = {text.completion for text, _ in recorded}
     assert len(texts) > 20  # answers to a prompt differ
     train(tmp_path / "without", {})
     for name in ("loss", "grad_norm"):

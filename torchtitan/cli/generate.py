@@ -5,10 +5,10 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torchtitan.cli.image_prompts import ImagePrompts, message
 from torchtitan.cli.model_options import (
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torchtitan.components.chat_template import ChatTemplate
     from torchtitan.components.generation import Generation
     from torchtitan.components.images.files import ImageFile
+    from torchtitan.experiments.reward.rating import RewardModel
 
 
 def generate(args: Sequence[str]) -> int:
@@ -91,7 +92,7 @@ def generate(args: Sequence[str]) -> int:
 
 def _generate(options: argparse.Namespace) -> None:
     from torchtitan.components import generation
-    from torchtitan.experiments.reward.trainer import batch_reward_function
+    from torchtitan.experiments.reward.rating import RewardModel
 
     if options.image:
         return _answer_about_images(options)
@@ -102,7 +103,7 @@ def _generate(options: argparse.Namespace) -> None:
         )
     texts = [text for text in _prompts(options) for _ in range(n)]
     opened = open_model(options)
-    rate = batch_reward_function(options.reward_model) if options.reward_model else None
+    rate = RewardModel(options.reward_model) if options.reward_model else None
     # BOS is added if the model is configured so, and replaces an empty text.
     prompts = [
         opened.tokenizer.encode(text, add_eos=False)
@@ -199,15 +200,14 @@ class _Printer:
             self.unprinted = ""
         return self.streams[row].stopped
 
-    def finish(
-        self, generations: "list[Generation]", n: int, rate: Callable[..., list[float]] | None
-    ) -> None:
+    def finish(self, generations: "list[Generation]", n: int, rate: "RewardModel | None") -> None:
         """Print the rest, only the best of `n` texts at a time if there is a reward."""
         rests = [stream.finish() for stream in self.streams]
         rewards = [0.0] * len(self.texts)
         if rate:
             completions = [stream.text for stream in self.streams]
-            rewards = rate(self.texts, completions, [{"prompt": text} for text in self.texts])
+            rated = rate(self.texts, completions, [{"prompt": text} for text in self.texts])
+            rewards = cast(list[float], rated)  # only answers about images may have none
         for first in range(0, len(rests), n):
             i = max(range(first, first + n), key=rewards.__getitem__)
             text = self.texts[i]

@@ -15,7 +15,7 @@ from torchtitan.components.data.finetuning.prompt_rows import read_prompts
 from torchtitan.components.evaluation.pass_at_k import pass_at_k
 from torchtitan.components.evaluation.validate import split_name
 from torchtitan.components.generation import Generation, Sampling, generate, stop_ids
-from torchtitan.components.rollout.rewards import RewardName, Rewards
+from torchtitan.components.rollout.rewards import RewardName, Rewards, Text
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError, errors_of, require
 from torchtitan.trainer.callbacks import PeriodicEvaluation, refuse_scores
@@ -228,7 +228,7 @@ class Answers(PeriodicEvaluation):
         tokenizer = self.trainer.tokenizer
         of_answers = [prompts[number] for number in asked]
         texts = [
-            (prompt.text, tokenizer.decode(one.ids, skip_special_tokens=True), prompt.row)
+            Text(prompt.text, tokenizer.decode(one.ids, skip_special_tokens=True), prompt.row)
             for prompt, one in zip(of_answers, written, strict=True)
         ]
         # Ranks of a tensor-parallel group have the same texts, but a reward may be random.

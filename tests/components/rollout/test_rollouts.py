@@ -18,7 +18,7 @@ from torchtitan.components.losses.policy_loss import group_advantages
 from torchtitan.components.rollout import Environment, Reply, Step
 from torchtitan.components.rollout.chat import Chat
 from torchtitan.components.rollout.openenv import OpenEnvironment
-from torchtitan.components.rollout.rewards import Rewards
+from torchtitan.components.rollout.rewards import Rewards, Text
 from torchtitan.components.rollout.rollout import ContextFull, RolloutConfig, RolloutEngine, play
 from torchtitan.components.rollout.trajectory import Trajectory, advantages_of, shape_overlong
 from torchtitan.components.tokenizer import PretrainedTokenizer
@@ -284,7 +284,7 @@ def test_rewards_of_several_kinds(tmp_path):
 
     async def both():
         many = await asyncio.gather(*(rewards.rate("p", text, {}) for text in ("please", "no")))
-        texts = [("p", "please", {}), ("p", "no", {})]
+        texts = [Text("p", "please", {}), Text("p", "no", {})]
         return many, await rewards.rate_batch(texts)
 
     (first, second), batch = asyncio.run(both())
@@ -297,7 +297,7 @@ def test_rewards_of_several_kinds(tmp_path):
         with pytest.raises(UserError, match=r"await engine\.rate"):
             Rewards([name], []).rated_now("", "", {})
     with pytest.raises(UserError, match="a value for each of 2 completions"):
-        asyncio.run(Rewards([f"{file}:too_few"], []).rate_batch([("", "", {})] * 2))
+        asyncio.run(Rewards([f"{file}:too_few"], []).rate_batch([Text("", "", {})] * 2))
 
 
 def test_wrong_settings_are_refused():

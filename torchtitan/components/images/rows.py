@@ -228,13 +228,21 @@ def _check_answers(pair: Pair) -> None:
             )
 
 
+_CONTENT_KEYS = ("bytes", "data")
+
+
 def _without_bytes(value: object) -> Any:
-    """Return a value with None instead of all bytes in it, such as images."""
-    if isinstance(value, Mapping):
-        return {key: _without_bytes(one) for key, one in value.items()}
+    """Return a value in which images in the form of `datasets`, without content, replace bytes."""
+    if isinstance(value, bytes):
+        return {"bytes": None, "path": None}
     if isinstance(value, list):
         return [_without_bytes(one) for one in value]
-    return None if isinstance(value, bytes) else value
+    if isinstance(value, Mapping):
+        return {
+            key: None if isinstance(one, bytes) and key in _CONTENT_KEYS else _without_bytes(one)
+            for key, one in value.items()
+        }
+    return value
 
 
 def _marked_row(

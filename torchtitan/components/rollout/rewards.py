@@ -5,21 +5,23 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, cast
 
 from torchtitan.components.data.finetuning.conversions import ANSWERS
 from torchtitan.components.data.finetuning.functions import load_function
+from torchtitan.components.images.files import ImageFile
 from torchtitan.config.code import NamesCode
 from torchtitan.tools.errors import UserError, errors_of, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.user_code import errors_of_user_code, is_canceled
 
-Reward = Callable[[str, str, Mapping[str, Any]], Any]
+Reward = Callable[..., Any]
 """Returns a number for prompt, completion and the row of the dataset with the prompt; several
 numbers by name, whose sum is the reward; or None for no verdict. It may be asynchronous. A
-function whose first parameter is `prompts` takes lists, and returns one."""
+function whose first parameter is `prompts` takes lists, and returns one. A function with a
+parameter `images` also gets the images of the prompt, or a list of these for each prompt."""
 
 BUILT_IN = ("pattern=", "length=", "reward_model=")
 """Beginnings of built-in rewards with a parameter."""
@@ -106,10 +108,23 @@ class _Function(NamedTuple):
     weight: float
     call: Reward
 
+    parameters: Sequence[str]
+
     @property
     def subject(self) -> str:
         """Its name in messages."""
         return f"the reward function {self.name}"
+
+    @property
+    def rates_batches(self) -> bool:
+        return self.parameters[:1] == ["prompts"]
+
+    def result(self, text: Sequence[Any], images: object) -> Any:
+        """Return what the function returns, which may have to be awaited. Raise `UserError` that
+        names it if it fails."""
+        more = {"images": images} if "images" in self.parameters else {}
+        with errors_of_user_code(self.subject):
+            return self.call(*text, **more)
 
 
 @dataclass(slots=True)
@@ -140,8 +155,14 @@ class Rating:
             self.named[f"{function.short}/{part}" if part else function.short] = value
 
 
-Texts = Sequence[tuple[str, str, Mapping[str, Any]]]
-"""Prompts and completions with their rows."""
+class Text(NamedTuple):
+    """A prompt and its completion, with the row of the prompt."""
+
+    prompt: str
+    completion: str
+    row: Mapping[str, Any]
+    images: Sequence[ImageFile] = ()
+    """Images of the prompt."""
 
 
 class Rewards:
@@ -167,12 +188,19 @@ class Rewards:
         shorts = [_short(name) for name in names]
         if len(set(shorts)) < len(names):
             shorts = list(names)
-        columns = (names, shorts, weights or [1.0] * len(names), functions)
+        parameters = map(_parameters_of, functions)
+        columns = (names, shorts, weights or [1.0] * len(names), functions, parameters)
         every = [_Function(*one) for one in zip(*columns, strict=True)]
-        self._of_batch = [one for one in every if _rates_batches(one.call)]
-        self._single = [one for one in every if not _rates_batches(one.call)]
+        self._of_batch = [one for one in every if one.rates_batches]
+        self._single = [one for one in every if not one.rates_batches]
 
-    def rated_now(self, prompt: str, completion: str, row: Mapping[str, object]) -> Rating:
+    def rated_now(
+        self,
+        prompt: str,
+        completion: str,
+        row: Mapping[str, object],
+        images: Sequence[ImageFile] = (),
+    ) -> Rating:
         """Return the rating by the functions of single completions. Raise `UserError` that names
         the function that fails, must be awaited, or rates a whole batch."""
         for function in self._of_batch:
@@ -180,7 +208,8 @@ class Rewards:
                 f"{function.name} rates a whole batch; use await engine.rate(text, row)"
             )
         rating = self._empty()
-        for function, found in _results(self._single, prompt, completion, row):
+        for function in self._single:
+            found = function.result((prompt, completion, row), images)
             if inspect.isawaitable(found):
                 cast(Any, found).close()
                 raise UserError(
@@ -189,15 +218,22 @@ class Rewards:
             rating.add(function, found)
         return rating
 
-    async def rate(self, prompt: str, completion: str, row: Mapping[str, object]) -> Rating:
+    async def rate(
+        self,
+        prompt: str,
+        completion: str,
+        row: Mapping[str, object],
+        images: Sequence[ImageFile] = (),
+    ) -> Rating:
         """Return the rating by the functions of single completions. Raise `UserError` that names
         the function that fails."""
         rating = self._empty()
-        for function, found in _results(self._single, prompt, completion, row):
+        for function in self._single:
+            found = function.result((prompt, completion, row), images)
             rating.add(function, await _awaited(found, function.subject))
         return rating
 
-    async def totals(self, texts: Texts) -> list[float | None]:
+    async def totals(self, texts: Sequence[Text]) -> list[float | None]:
         """Return the sum of all functions for each text; None without a verdict. Asynchronous
         functions wait for all texts at a time. Raise `UserError` that names the function that
         fails."""
@@ -215,14 +251,15 @@ class Rewards:
         """True if some functions rate a whole batch."""
         return bool(self._of_batch)
 
-    async def rate_batch(self, texts: Texts) -> list[Rating]:
+    async def rate_batch(self, texts: Sequence[Text]) -> list[Rating]:
         """Return the ratings of texts by the functions of a whole batch. Raise `UserError` that
         names the function that fails. Without texts, call none."""
         if not texts:
             return []
         ratings = [self._empty() for _ in texts]
-        columns = [list(column) for column in zip(*texts, strict=True)]
-        for function, result in _results(self._of_batch, *columns):
+        *columns, images = (list(column) for column in zip(*texts, strict=True))
+        for function in self._of_batch:
+            result = function.result(columns, images)
             found = await _awaited(result, function.subject)
             if not isinstance(found, Sequence) or len(found) != len(texts):
                 raise UserError(
@@ -232,15 +269,6 @@ class Rewards:
             for rating, value in zip(ratings, found, strict=True):
                 rating.add(function, value)
         return ratings
-
-
-def _results(functions: Sequence[_Function], *arguments: Any) -> Iterator[tuple[_Function, Any]]:
-    """Yield each function with its result, which may have to be awaited. Raise `UserError` that
-    names the function that fails."""
-    for function in functions:
-        with errors_of_user_code(function.subject):
-            result = function.call(*arguments)
-        yield function, result
 
 
 def _short(name: str) -> str:
@@ -260,9 +288,10 @@ async def _awaited(value: object, subject: str) -> Any:
             raise
 
 
-def _rates_batches(function: Reward) -> bool:
+def _parameters_of(function: Reward) -> list[str]:
+    """Return the names of parameters; none if the function has no signature, or only its name was
+    checked."""
     try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # it has no signature, or only its name was checked
-        return False
-    return next(iter(parameters), "") == "prompts"
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []

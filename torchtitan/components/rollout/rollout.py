@@ -15,7 +15,7 @@ from torchtitan.components.generation.experts import Experts, merged_experts
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.rollout.chat import Chat, Message, Reply, Tools
 from torchtitan.components.rollout.environment import Environment, Step, messages_of, result_of
-from torchtitan.components.rollout.rewards import Rating, Rewards
+from torchtitan.components.rollout.rewards import Rating, Rewards, Text
 from torchtitan.components.rollout.trajectory import Group, Overlong, Trajectory
 from torchtitan.components.rollout.vllm import VLLMEngine
 from torchtitan.components.tokenizer import Tokenizer
@@ -59,8 +59,8 @@ class RolloutEngine:
     """True if the context has ended a continuation."""
     rating: Rating = field(default_factory=Rating)
     """Numbers of the last `rate`."""
-    to_rate: tuple[str, str, Mapping[str, Any]] | None = None
-    """Prompt, completion and row of the last `rate`, for functions that rate a whole batch."""
+    to_rate: Text | None = None
+    """Text of the last `rate`, for functions that rate a whole batch."""
     sampled: list[tuple[list[int], Generation]] = field(default_factory=list)
     """All continuations, each with the tokens before it."""
 
@@ -148,14 +148,14 @@ class RolloutEngine:
     def reward(self, completion: str, row: Mapping[str, object]) -> float | None:
         """Return the sum of `--rewards` for a completion; None without a verdict. Raise `UserError`
         if one of them must be awaited; `rate` does so."""
-        self.rating = self.rewards.rated_now(self.decode(self.prompt), completion, row)
+        self.rating = self.rewards.rated_now(self.decode(self.prompt), completion, row, self.images)
         return self.rating.value
 
     async def rate(self, completion: str, row: Mapping[str, object]) -> float | None:
         """Return what `reward` returns. Functions may be asynchronous. If some rate a whole batch,
         return the sum of the others, 0 without a verdict: `add_rating` adds the rest when all
         rollouts have ended."""
-        self.to_rate = (self.decode(self.prompt), completion, row)
+        self.to_rate = Text(self.decode(self.prompt), completion, row, self.images)
         self.rating = await self.rewards.rate(*self.to_rate)
         is_complete = not self.rewards.has_batch_functions
         return self.rating.value if is_complete else self.rating.value or 0.0

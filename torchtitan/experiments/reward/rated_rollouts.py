@@ -4,16 +4,18 @@ reward functions of the configuration."""
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtitan.components.data.base import Batch
 from torchtitan.components.data.plan.sampler import Array, StepStatistics
+from torchtitan.components.images.prompts import ImagePromptDataLoader
 from torchtitan.components.rollout.rewards import RewardName, Rewards
 from torchtitan.components.rollout.rollout import RolloutConfig
 from torchtitan.components.rollout.trajectory import Group
-from torchtitan.experiments.reward.trainer import batch_reward_function, check_reward_model
+from torchtitan.experiments.reward.rating import RewardModel, check_reward_model
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer.reference import ReferenceTrainer
 from torchtitan.trainer.rollouts import RolloutTrainer, check_rollouts
@@ -52,14 +54,20 @@ class RatedRolloutTrainer(ReferenceTrainer, RolloutTrainer):
                 )
             if not (self.rewards or self.rollout.function):
                 raise UserError("--rewards is empty; name a function, such as my_rewards.py:score")
-            Rewards(self.rewards, self.reward_weights, check_reward_model)
+            check = partial(check_reward_model, with_images=self.prompts_have_images)
+            Rewards(self.rewards, self.reward_weights, check)
+
+        @property
+        def prompts_have_images(self) -> bool:
+            return isinstance(self.dataloader, ImagePromptDataLoader.Config)
 
     config: Config
     rates_samples = True
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.rewards = Rewards(config.rewards, config.reward_weights, batch_reward_function)
+        rate = partial(RewardModel, with_images=config.prompts_have_images)
+        self.rewards = Rewards(config.rewards, config.reward_weights, rate)
         self._rated: list[tuple[int, float]] = []  # prompts of a step with their rewards
 
     def sampled_batches(self, batches: Iterator[Batch]) -> Iterator[list[Group]]:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from torchtitan.components.data.base import Batch, images_in
 from torchtitan.components.generation import Engine
-from torchtitan.components.images.prompts import ImagePromptDataLoader
 from torchtitan.components.losses.entropies import log_probs_and_entropies
 from torchtitan.components.losses.log_probs import token_log_probs
 from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss
@@ -83,12 +82,6 @@ class RLTrainer(RatedRolloutTrainer):
             self.replay.validate()
             if self.replay.size:
                 self.check_replay()
-            of_models = [name for name in self.rewards if name.startswith("reward_model=")]
-            if of_models and isinstance(self.dataloader, ImagePromptDataLoader.Config):
-                raise UserError(
-                    f"--rewards {of_models[0]}: reward models rate text only here, and these "
-                    "prompts have images; use a function of prompt, completion and row"
-                )
             self.check_rated_rollouts()
 
         def check_replay(self) -> None:
@@ -111,7 +104,7 @@ class RLTrainer(RatedRolloutTrainer):
                     "--replay.size cannot be combined with --policy.replay_experts: kept answers "
                     "are of earlier weights, whose experts are not kept"
                 )
-            if isinstance(self.dataloader, ImagePromptDataLoader.Config):
+            if self.prompts_have_images:
                 raise UserError("--replay.size keeps answers to prompts without images only")
 
         def check_experts(self) -> None:

@@ -81,10 +81,15 @@ class TransformersModel(BaseModel):
             """Build the model on the current device."""
 
         def validate(self) -> None:
-            if self.scores and (reason := reason_against_scores(self.document)):
-                raise UserError(f"--module reward: {reason}; train a model of another class")
             whole = self.transformers_config()
             text = whole.get_text_config(decoder=True)
+            if self.reads_images and text is whole:
+                raise UserError(
+                    f"config.json: model_type '{whole.model_type}' reads text only; use --config "
+                    "sft or lora"
+                )
+            if self.scores and (reason := reason_against_scores(self.document)):
+                raise UserError(f"--module reward: {reason}; train a model of another class")
             if not self.reads_images and self.train != ["language"]:
                 raise UserError(
                     f"--model.train {' '.join(self.train)}: this configuration trains on text, "
@@ -93,11 +98,6 @@ class TransformersModel(BaseModel):
             if not self.train or len(set(self.train)) < len(self.train):
                 raise UserError(
                     f"--model.train {' '.join(self.train)}: name at least one part, and each once"
-                )
-            if self.reads_images and text is whole:
-                raise UserError(
-                    f"config.json: model_type '{whole.model_type}' reads text only; use --config "
-                    "sft or lora"
                 )
             if getattr(text, "layerdrop", 0):
                 raise UserError(
