@@ -26,6 +26,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.context_parallel import SequenceShards
 from torchtitan.distributed.pipeline import PipelinePlan
 from torchtitan.dry_run import dry_run
+from torchtitan.dry_run.fake_trainer import with_vocabulary
 from torchtitan.dry_run.fitting import USABLE, with_mode
 from torchtitan.dry_run.observer import observing
 from torchtitan.dry_run.report import reports_of
@@ -36,7 +37,7 @@ from torchtitan.foresight.capacity import _largest, capacities
 from torchtitan.foresight.devices import DEVICES, device_in_file, device_named, device_of_gpu
 from torchtitan.foresight.planning import MESH, option_words
 from torchtitan.foresight.prediction import Layout, predict_from_reports
-from torchtitan.foresight.profile import Portion, Split
+from torchtitan.foresight.profile import Portion, Split, find_prefixes
 from torchtitan.foresight.time import (
     CONTENTION,
     Message,
@@ -208,6 +209,77 @@ def test_few_layers_predict_a_dry_run_of_all(tmp_path: Path, world_size: int, wo
         max(r.peak_reserved_bytes for r in reports) / 2**30, rel=0.03
     )
     assert "tokens/s per device, MFU" in str(few)
+
+
+def same_work(config: Trainer.Config) -> None:
+    """Check the time of products and attention, and the memory, against a dry run of all layers.
+    Launches, which bound small models, are not compared: those of the optimizer are not counted."""
+    whole = predict_from_reports(config, dry_run(config, 2), 2, DEVICE, 8)
+    few = predict(config, 2, DEVICE)
+    for part in {"products", "attention"} & whole.parts.keys():
+        assert few.parts[part] == pytest.approx(whole.parts[part], rel=1e-6)
+    assert whole.parts["products"] > 0
+    # of 16 MiB: the peaks of few and of all layers are not at the same operation
+    assert few.memory_gib == pytest.approx(whole.memory_gib, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flavor", ["qwen3_5_debugmodel", "nemotron_h_debugmodel", "gemma2_debugmodel"]
+)
+def test_layers_of_several_kinds_predict_a_dry_run_of_all(tmp_path: Path, flavor: str):
+    """Delta nets and attention, Mamba and attention, windows and whole attention."""
+    family = flavor.removesuffix("_debugmodel").removesuffix("2")
+    words = ["--model.n_layers=8", "--activation_checkpoint.mode=none"]
+    config = configuration(tmp_path, f"--module={family}", *words, config=flavor)
+    assert len(set(with_vocabulary(config).model_spec.model.layer_kinds)) > 1
+    same_work(config)
+
+
+@pytest.mark.slow
+def test_a_class_that_reads_images_is_predicted(tmp_path: Path):
+    """The vision tower and the images of a batch are in the part that does not grow with layers;
+    layers with windows and with whole attention take turns."""
+    pytest.importorskip("transformers")
+    from tests.tiny_vision import vision_folder
+
+    types = ["sliding_attention", "full_attention"] * 4
+    layers = {"num_hidden_layers": len(types), "layer_types": types}
+    folder = vision_folder("gemma3", tmp_path / "model", **layers)
+    words = [f"--hf_assets_path={folder}", "--dataloader.dataset=my.jsonl"]
+    words += ["--training.seq_len=512", "--activation_checkpoint.mode=none"]
+    same_work(configuration(tmp_path, "--module=auto", *words, config="sft_images"))
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        "aaaaaaaa",
+        "baaaaaaa",
+        "abababab",
+        "aabaabaab",
+        "bbbabcabcabcabcaab",
+        "aaaaabbbbb",
+        "abcabcd",
+    ],
+)
+def test_prefixes_give_the_sum_of_all_layers(kinds: str):
+    """Kinds have any costs, and the sum of all is that of the first layers and of the mean ones."""
+    cost = {kind: 7.0 ** (1 + number) for number, kind in enumerate("abcd")}
+    lengths, weights = find_prefixes(kinds, lambda n: True)
+    sums = [sum(cost[kind] for kind in kinds[:n]) for n in lengths]
+    mean = sum(weight * total for weight, total in zip(weights, sums, strict=True))
+    n_others = len(kinds) - lengths[0]
+    assert sums[0] + n_others * mean == pytest.approx(sum(cost[kind] for kind in kinds), rel=1e-12)
+    assert sum(weights) == pytest.approx(0, abs=1e-12)
+
+
+def test_prefixes_are_the_fewest_and_only_models():
+    assert find_prefixes("a" * 32, lambda n: True).lengths == (2, 3)
+    assert find_prefixes("ab" * 16, lambda n: True).lengths == (2, 4)
+    assert find_prefixes("aaab" * 8, lambda n: n % 4 == 0).lengths == (4, 8)
+    with pytest.raises(UserError, match="of which the first also form a model"):
+        find_prefixes("ab" * 16, lambda n: n == 2)
 
 
 @pytest.mark.slow

@@ -227,7 +227,8 @@ class Estimate:
         if pipeline is None:
             return self.measured.facts.n_layers, 1
         names = [name for stage in pipeline.stages_of_rank(rank) for name in pipeline.stages[stage]]
-        return sum(name.startswith("layers.") for name in names), int("head" in names)
+        n_layers = sum(name.rpartition(".")[2].isdigit() for name in names)
+        return n_layers, int("head" in names)
 
     def _work(self, layers: int, n_losses: int, devices_per_host: int) -> WorkOfRank:
         """Yield the work of a step."""

@@ -1,11 +1,15 @@
-"""Measures a layer's work and memory on one rank, by dry runs of the same model with few layers."""
+"""Measures the mean layer's work and memory on one rank, by dry runs of the same model with few
+layers."""
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from math import ceil
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchtitan.config import CompileConfig, ParallelismConfig
@@ -21,8 +25,12 @@ from torchtitan.trainer import Trainer
 _SHARDS = 64
 """Data-parallel ranks of the small dry runs: enough that shards take little memory."""
 
-_MOST_SPECIAL_LAYERS = 8
-"""Layers at the beginning that may differ from the others."""
+_MOST_FIRST_LAYERS = 16
+"""Layers of the smallest dry run; layers of kinds that only occur among these are counted in it."""
+
+
+_OTHER_THAN_LAYERS = 4
+"""Layers whose dry run takes as long as that of everything else."""
 
 
 class Split(NamedTuple):
@@ -58,19 +66,27 @@ def _portion(items: Iterable[tuple[Kernel | Message | Size, float]]) -> Portion:
     return total
 
 
-def weighted_sum(*terms: tuple[int, Portion]) -> Portion:
+def weighted_sum(*terms: tuple[float, Portion]) -> Portion:
     """Return a sum of portions, each times a factor."""
     return _portion(
         (key, factor * count) for factor, portion in terms for key, count in portion.items()
     )
 
 
+class Prefixes(NamedTuple):
+    """Models of the first layers, whose differences give the mean layer after the first ones."""
+
+    lengths: tuple[int, ...]
+    """Numbers of layers, ascending."""
+    weights: tuple[float, ...]
+    """Factors of the models in the mean layer; their sum is 0."""
+
+
 class Facts(NamedTuple):
     """Sizes of a whole model."""
 
     n_layers: int
-    n_special: int
-    """First layers, at least 2, after which all layers have equal numbers of parameters."""
+    prefixes: Prefixes
     flops_per_token: float
     """Forward and backward, by the formula of model FLOP/s utilization."""
     narrow: tuple[NarrowPart, ...]
@@ -78,7 +94,8 @@ class Facts(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """One layer, and everything else: embedding, head, loss."""
+    """The mean layer, and everything else: embedding, head, loss, and what the first layers differ
+    by."""
 
     layer: Portion
     rest: Portion
@@ -88,47 +105,109 @@ class Profile(NamedTuple):
 
 
 def find_facts(config: Trainer.Config) -> Facts:
-    """Return the sizes of a model. Raise `UserError` unless it consists of repeated layers, and for
-    narrow layers that every device emulates."""
+    """Return the sizes of a model. Raise `UserError` unless it consists of layers of a few kinds,
+    and for narrow layers that every device emulates."""
     model: Any = config.model_spec.model
-    if not hasattr(model, "n_layers"):
+    n_layers = getattr(model, "n_layers", 0)
+    if not n_layers:
         raise UserError(
-            f"{type(model).__qualname__} has no n_layers; foresight needs a model of repeated "
-            "layers"
+            f"{type(model).__qualname__} counts no repeated layers, from which foresight takes the "
+            "time and memory of a model"
         )
 
     def build(n_layers: int) -> Any:
-        smaller = dataclasses.replace(model, n_layers=n_layers)
-        try:
-            smaller.validate()
-        except UserError as error:
-            raise UserError(
-                f"foresight needs a model whose first layers also form a model: {error}"
-            ) from error
         with torch.device("meta"):
-            return smaller.build()
+            return model.with_layers(n_layers).build()
 
-    whole, n_layers = build(model.n_layers), model.n_layers
-    total, flops = whole.num_parameters(), whole.flops_per_token(config.training.seq_lens[-1])
-    for first in range(2, 2 + _MOST_SPECIAL_LAYERS):
-        few, more = (build(n).num_parameters() for n in (first, first + 1))
-        if few + (n_layers - first) * (more - few) == total:
-            return Facts(n_layers, first, flops, narrow_parts(config, whole))
-    raise UserError(
-        "the layers of this model differ in size: foresight needs equal layers after the first 8"
+    whole = build(n_layers)
+    prefixes = find_prefixes(model.layer_kinds, partial(_is_model, model))
+    first = build(prefixes.lengths[0]).num_parameters()
+    mean = sum(
+        weight * build(n).num_parameters()
+        for n, weight in zip(prefixes.lengths, prefixes.weights, strict=True)
     )
+    total = whole.num_parameters()
+    if abs(first + (n_layers - prefixes.lengths[0]) * mean - total) > 1e-6 * total:
+        raise UserError(
+            "the layers of this model differ in more than their kinds, so foresight cannot take "
+            "its size from few layers"
+        )
+    flops = whole.flops_per_token(config.training.seq_lens[-1])
+    return Facts(n_layers, prefixes, flops, narrow_parts(config, whole))
+
+
+def _is_model(model: Any, n_layers: int) -> bool:
+    try:
+        model.with_layers(n_layers).validate()
+    except UserError:
+        return False
+    return True
+
+
+def find_prefixes(kinds: Sequence[object], is_model: Callable[[int], bool]) -> Prefixes:
+    """Return models of the first layers whose differences give the mean of the layers after the
+    shortest one, as a number of layers of each kind: those that are measured fastest. Raise
+    `UserError` if there are none.
+
+    Args:
+        kinds: the kind of each layer.
+        is_model: whether a number of first layers is a model.
+    """
+    columns = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    counts_NK = np.zeros((len(kinds) + 1, len(columns)))
+    for index, kind in enumerate(kinds):
+        counts_NK[index + 1] = counts_NK[index]
+        counts_NK[index + 1, columns[kind]] += 1
+    lengths = [n for n in range(2, len(kinds) + 1) if is_model(n)]
+    found = [
+        prefixes
+        for place, first in enumerate(lengths)
+        if first <= _MOST_FIRST_LAYERS
+        and (prefixes := _prefixes_from(first, lengths[place + 1 :], counts_NK))
+    ]
+    if not found:
+        raise UserError(
+            "foresight needs a model of repeated layers, of which the first also form a model"
+        )
+    return min(found, key=lambda one: sum(_OTHER_THAN_LAYERS + n for n in one.lengths))
+
+
+def _prefixes_from(
+    first: int, others: Sequence[int], counts_NK: npt.NDArray[np.float64]
+) -> Prefixes | None:
+    """Return the prefixes whose shortest one has `first` layers."""
+    n_layers = len(counts_NK) - 1
+    wanted_K = (counts_NK[-1] - counts_NK[first]) / max(1, n_layers - first)
+    lengths: list[int] = []
+    rows_PK = np.zeros((0, counts_NK.shape[1]))
+    for n in others:
+        more_PK = np.vstack([rows_PK, counts_NK[n] - counts_NK[first]])
+        if np.linalg.matrix_rank(more_PK) == len(rows_PK):
+            continue
+        rows_PK = more_PK
+        lengths.append(n)
+        weights_P, *_ = np.linalg.lstsq(rows_PK.T, wanted_K, rcond=None)
+        if np.allclose(weights_P @ rows_PK, wanted_K, rtol=0, atol=1e-9):
+            pairs = [
+                (n, w) for n, w in zip(lengths, weights_P.tolist(), strict=True) if abs(w) > 1e-9
+            ]
+            of_first = -sum(weight for _, weight in pairs)
+            every = [(first, of_first), *pairs]
+            return Prefixes(tuple(n for n, _ in every), tuple(w for _, w in every))
+    return None
 
 
 def profile(config: Trainer.Config, facts: Facts, split: Split) -> Profile:
-    """Return the work and memory of a layer, by the difference of two dry runs."""
-    few, more = (_measure(config, split, n) for n in (facts.n_special, facts.n_special + 1))
-    layer = weighted_sum((1, more), (-1, few))
-    layer.pop(
-        "temporary", None
-    )  # which depends on the moment of the peak, not on the number of layers
+    """Return the work and memory of the mean layer, by the differences of dry runs."""
+    lengths, weights = facts.prefixes
+    measured = [_measure(config, split, n) for n in lengths]
+    layer = weighted_sum(*zip(weights, measured, strict=True))
+    # which depends on the moment of the peak, not on the number of layers
+    layer.pop("temporary", None)
     if config.parallelism.fsdp_reshard_after_forward != "never":
         layer.pop("gathered", None)
-    rest = weighted_sum((1, few), (-facts.n_special, layer))
+    rest = weighted_sum((1, measured[0]), (-lengths[0], layer))
+    rest["temporary"] = max(portion["temporary"] for portion in measured)
     for one in facts.narrow:
         layer = _portion(
             narrowed(layer.items(), one.format, one.of_layers, gathers=one.gathers_float8)
@@ -150,10 +229,9 @@ def _measure(config: Trainer.Config, split: Split, n_layers: int) -> Portion:
         disable_loss_parallel=config.parallelism.disable_loss_parallel,
     )
     spec = config.model_spec
-    shallow = dataclasses.replace(spec.model, n_layers=n_layers)  # type: ignore[call-arg]
     small = dataclasses.replace(
         with_mode(config, split.checkpointing),
-        model_spec=dataclasses.replace(spec, model=shallow),
+        model_spec=dataclasses.replace(spec, model=spec.model.with_layers(n_layers)),
         model_converters=[one for one in config.model_converters if not isinstance(one, NARROW)],
         parallelism=parallelism,
         training=dataclasses.replace(

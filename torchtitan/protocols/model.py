@@ -2,8 +2,8 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,18 @@ class BaseModel(nn.Module, Configurable):
         @builds(lambda: BaseModel)
         def build(self) -> Any:
             """Build the model on the current device."""
+
+        @property
+        def layer_kinds(self) -> list[object]:
+            """What tells each layer from others that take another time or memory."""
+            return [None] * getattr(self, "n_layers", 0)
+
+        def with_layers(self, n_layers: int) -> Self:
+            """Return the configuration of a model that consists of the first layers of this one.
+            Raise `UserError` without repeated layers."""
+            if not hasattr(self, "n_layers"):
+                raise UserError(f"{type(self).__qualname__} has no n_layers")
+            return replace(self, n_layers=n_layers)  # type: ignore[call-arg]
 
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -119,6 +119,18 @@ class Decoder(BaseModel):
 
         rope: RoPEConfig
         """Rotary position embedding."""
+
+        @property
+        def layer_kinds(self) -> list[object]:
+            """The shapes of each layer's weights, and the operations of its attention."""
+            with torch.device("meta"):
+                model = cast(Decoder, self.build())
+            kinds: list[object] = []
+            for index in range(self.n_layers):
+                weights = model.layers[str(index)].named_parameters()
+                shapes = tuple((name, weight.shape) for name, weight in weights)
+                kinds.append((shapes, model.score_flops(index, self.max_seq_len)))
+            return kinds
 
         @property
         def resolved_head_dim(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -74,6 +74,11 @@ class Gemma4Model(ScaledEmbeddingDecoder):
         def shares_keys(self, index: int) -> bool:
             """Return whether a layer has the keys and values of an earlier one."""
             return index >= self.n_layers - self.num_kv_shared_layers
+
+        def with_layers(self, n_layers: int) -> Self:
+            n_own = self.n_layers - self.num_kv_shared_layers
+            n_shared = max(0, n_layers - n_own)
+            return replace(self, n_layers=n_layers, num_kv_shared_layers=n_shared)
 
         def validate(self) -> None:
             ScaledEmbeddingDecoder.Config.validate(self)

@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -20,6 +20,7 @@ from torchtitan.models.transformers.description import (
     transformers_config,
 )
 from torchtitan.models.transformers.experts import class_experts, unsupported_experts
+from torchtitan.models.transformers.per_layer import PerLayer
 from torchtitan.models.transformers.sharding import class_plan
 from torchtitan.models.transformers.tiny import tiny_config
 from torchtitan.protocols.model import BaseModel
@@ -115,6 +116,28 @@ class ClassConfig(BaseModel.Config):
         with torch.device("meta"):
             model = self.build()
         return stages.divide(model).names[:1] if model.is_tied else []
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers of the language model; 0 if the class does not count them."""
+        return self._per_layer().n_layers
+
+    @property
+    def layer_kinds(self) -> list[object]:
+        return [*self._per_layer().kinds()]
+
+    def _per_layer(self) -> PerLayer:
+        text = self.transformers_config().get_text_config(decoder=True)
+        return PerLayer.of(text.to_dict())
+
+    def with_layers(self, n_layers: int) -> Self:
+        whole = self.transformers_config()
+        text = whole.get_text_config(decoder=True)
+        values = {**self.document, **json.loads(whole.to_json_string(use_diff=False))}
+        part = next((name for name, value in vars(whole).items() if value is text), None)
+        of_text = values if part is None else values[part]
+        PerLayer.of(of_text).keep(of_text, range(n_layers))
+        return replace(self, document=checked_document(values))
 
     def tiny(self) -> Self:
         """Return the configuration of a tiny clone, for trials."""

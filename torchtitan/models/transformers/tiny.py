@@ -12,6 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from torchtitan.models.transformers.description import build_class
+from torchtitan.models.transformers.per_layer import PerLayer
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -71,17 +72,6 @@ _LIMITS: list[tuple[str, int | None]] = [
         HIDDEN,
     ),
 ]
-_LAYERS = re.compile(
-    r"num_hidden_layers|n_layers?|num_layers|((num_)?(encoder|decoder)_)?layers|.*depth|num_blocks"
-)
-_FIRST_LAYERS = (
-    "first_k_dense_replace",
-    "num_dense_layers",
-    "moe_layer_start_index",
-    "max_window_layers",
-)
-_PERIODS = re.compile(r".*(period|interval|every_n_layers)")
-
 _results: dict[str, Any] = {}
 
 
@@ -169,7 +159,8 @@ def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
 def _shrink(values: dict[str, Any], config: PretrainedConfig, special_ids: dict[int, int]) -> None:
     for name in ("quantization_config", "auto_map", "dtype", "id2label", "label2id"):
         values.pop(name, None)
-    _keep_layers(values)
+    layers = PerLayer.of(values)
+    layers.keep(values, layers.one_of_each_kind())
     old = dict(values)
     for name, value in old.items():
         part = vars(config).get(name)
@@ -237,71 +228,6 @@ def _special_id(value: Any, special_ids: dict[int, int]) -> Any:
         return [_special_id(item, special_ids) for item in value]
     is_special = type(value) is int and value >= TEXT_IDS.start
     return special_ids.setdefault(value, VOCABULARY - 1 - len(special_ids)) if is_special else value
-
-
-def _are_layers(numbers: list[Any], n_layers: int) -> bool:
-    """Return whether a list names layers, in order."""
-    return all(type(i) is int and i < n_layers for i in numbers) and numbers == sorted(set(numbers))
-
-
-def _keep_layers(values: dict[str, Any]) -> None:
-    """Keep the first layer of each kind, and at least two layers."""
-    counts = {
-        name: n
-        for name, n in values.items()
-        if _LAYERS.fullmatch(name) and type(n) is int and n > 2
-    }
-    n = counts.get("num_hidden_layers") or max(
-        counts.values(), default=len(values.get("layers_block_type") or ())
-    )
-    lists = {
-        name: list(v) for name, v in values.items() if isinstance(v, (list, tuple)) and v and n
-    }
-    named = {name: v for name, v in lists.items() if re.search("layer|_idx|_index|_ids", name)}
-    chosen = {name: v for name, v in named.items() if _are_layers(v, n)}
-    extra = values.get("num_nextn_predict_layers") or 0
-    per_layer = {
-        name: v for name, v in lists.items() if n <= len(v) <= n + extra and name not in chosen
-    }
-    starts = {name: values[name] for name in _FIRST_LAYERS if type(values.get(name)) is int}
-    shared = n - (values.get("num_kv_shared_layers") or 0)
-    overrides = {int(i): v for i, v in (values.get("per_layer_config") or {}).items()}
-    periods = [
-        v
-        for name, v in values.items()
-        if _PERIODS.fullmatch(name) and type(v) is int and not per_layer
-    ]
-    periods += [len(lists[name]) for name in lists.keys() & {"block_types"}]
-
-    kinds: dict[str, list[int]] = {}
-    for i in range(n):
-        kind = [v[i] for v in per_layer.values()]
-        kind += [i in v for v in chosen.values()]
-        kind += [i % p for p in periods]
-        kind += [i < v for v in (*starts.values(), shared)]
-        kind.append(overrides.get(i))
-        kinds.setdefault(repr(kind), []).append(i)
-    kept = []
-    for name, layers in kinds.items():
-        # Two layers called hybrid stay, since they share weights.
-        n_kept = 2 if "hybrid" in name or len(kinds) == 1 else 1
-        kept += layers[:n_kept]
-    kept.sort()
-
-    values.update({name: len(kept) if v == n else 2 for name, v in counts.items()})
-    values.update({name: [v[i] for i in kept] for name, v in per_layer.items()})
-    values.update(
-        {name: [new for new, i in enumerate(kept) if i in v] for name, v in chosen.items()}
-    )
-    values.update({name: sum(i < v for i in kept) for name, v in starts.items()})
-    if shared < n:
-        values["num_kv_shared_layers"] = sum(i >= shared for i in kept)
-    if overrides:
-        values["per_layer_config"] = {
-            str(new): overrides[i] for new, i in enumerate(kept) if i in overrides
-        }
-    if "attention_types" in values:  # GPT-Neo lists its kinds of layers a second time
-        values["attention_types"] = [[values["attention_layers"], 1]]
 
 
 def _fit(values: dict[str, Any], old: dict[str, Any]) -> None:
