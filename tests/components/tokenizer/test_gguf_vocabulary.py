@@ -28,8 +28,21 @@ PATTERNS = {
     rf"{ENDINGS}?|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+"
     rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{ENDINGS}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|"
     + BLANKS,
+    "exaone-moe": ENDINGS + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+    # with the characters themselves for \r and \n, as in published files
+    "deepseek-v3": r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^"""
+    "\r\n"
+    r"\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+["
+    "\r\n]*|"
+    r"\s*["
+    "\r\n"
+    r"]+|\s+(?!\S)|\s+",
 }
 """Name in llama.cpp → the pattern of published files, as in the comments of its llama-vocab.cpp."""
+
+BEFORE = {"deepseek-v3": [r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+"]}
+"""Name → patterns of steps before."""
 
 TEXTS = [
     "Hello world. It's 2024, I'M 12345678 years!!!\n\n\tfoo",
@@ -53,19 +66,21 @@ def trained(folder: Path, **changes: Any) -> PretrainedTokenizer:
     return PretrainedTokenizer.Config().build(path=folder)
 
 
-def split_by(pattern: str) -> dict[str, Any]:
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+def split_by(*patterns: str) -> dict[str, Any]:
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    splits = [{**split, "pattern": {"Regex": pattern}} for pattern in patterns]
     whole = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return {
-        "type": "Sequence",
-        "pretokenizers": [{**split, "invert": False}, {"type": "ByteLevel", **whole}],
-    }
+    return {"type": "Sequence", "pretokenizers": [*splits, {"type": "ByteLevel", **whole}]}
+
+
+def published(name: str) -> dict[str, Any]:
+    return split_by(*BEFORE.get(name, []), PATTERNS[name])
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_names_of_published_patterns(name, tmp_path):
     looks_up = name == "tekken"
-    pre_tokenizer = split_by(PATTERNS[name])
+    pre_tokenizer = published(name)
     tokenizer = trained(tmp_path, pre_tokenizer=pre_tokenizer, model__ignore_merges=looks_up)
     assert gguf_vocabulary(tokenizer, 300)["tokenizer.ggml.pre"] == name
 
@@ -193,7 +208,7 @@ def test_llama_cpp_gives_equal_tokens(source, tmp_path):
     folder = tmp_path / "hf"
     if source in PATTERNS:
         looks_up = source == "tekken"
-        pre_tokenizer = split_by(PATTERNS[source])
+        pre_tokenizer = published(source)
         trained(folder, pre_tokenizer=pre_tokenizer, model__ignore_merges=looks_up)
     else:
         of = EMBEDDED_TOKENIZER if source == "embedded" else ASSETS / source

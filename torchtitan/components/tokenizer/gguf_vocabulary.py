@@ -49,8 +49,28 @@ _PATTERNS = {
     "qwen35": "|".join((_ENDINGS, _MARKED, r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", _BLANKS)),
     "tekken": "|".join((_cased(""), r"\p{N}", _PATHS, _BLANKS)),
     "gpt-4o": "|".join((_cased(_ENDINGS + "?"), r"\p{N}{1,3}", _PATHS, _BLANKS)),
+    "deepseek-v3": "|".join(
+        (
+            r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""",
+            r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
+            r" ?[\p{P}\p{S}]+[\r\n]*",
+            _BLANKS,
+        )
+    ),
+    "exaone-moe": "|".join(
+        (
+            _ENDINGS,
+            r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+",
+            r"\p{N}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n/]?",
+            r"\s*[\r\n]|\s+(?!\S)|\s+",
+        )
+    ),
 }
 """Name → regular expression that finds the words of a text."""
+
+_BEFORE_DEEPSEEK = (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+")
+"""Digits, and Chinese and Japanese text, which DeepSeek-V3 finds first."""
 
 _NAMES: Mapping[tuple[str, ...], Mapping[bool, str]] = {
     ("words of GPT-2",): {False: "gpt-2"},
@@ -60,6 +80,8 @@ _NAMES: Mapping[tuple[str, ...], Mapping[bool, str]] = {
     (_PATTERNS["qwen35"], "bytes"): {False: "qwen35"},
     (_PATTERNS["tekken"], "bytes"): {True: "tekken"},
     (_PATTERNS["gpt-4o"], "bytes"): {False: "gpt-4o"},
+    (*_BEFORE_DEEPSEEK, _PATTERNS["deepseek-v3"], "bytes"): {False: "deepseek-v3"},
+    (_PATTERNS["exaone-moe"], "bytes"): {False: "exaone-moe"},
 }
 """Rules of a pre-tokenizer → whether whole words are looked up before merging → its name in
 llama.cpp (src/llama-vocab.cpp)."""
@@ -219,7 +241,9 @@ def _rule(part: Mapping[str, Any]) -> str:
     if kind == "Digits" and part["individual_digits"]:
         return "single digits"
     if kind == "Split" and part["behavior"] == "Isolated" and not part["invert"]:
-        return str(part["pattern"].get("Regex"))
+        # some files have the characters themselves, for the same regular expression
+        pattern = str(part["pattern"].get("Regex"))
+        return pattern.replace("\r", r"\r").replace("\n", r"\n")
     return json.dumps(part)
 
 
