@@ -37,9 +37,13 @@ _FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8
 _BLOCK = 32
 _QUANTIZED_ROWS = 4096
 
-_UNQUANTIZED = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "shortconv.conv.weight")
+_UNQUANTIZED = (
+    *("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "shortconv.conv.weight"),
+    *("ssm_conv1d.weight", *(f"ssm_conv1d_{name}.weight" for name in "qkv")),
+    *("ssm_a", "ssm_d", "ssm_norm.weight"),
+)
 """Ends of names of matrices that stay in float32: llama.cpp, too, chooses experts in float32, and
-has convolutions in no other type."""
+has convolutions, and vectors of recurrences that are stored as matrices, in no other type."""
 
 
 def export_gguf(

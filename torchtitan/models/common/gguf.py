@@ -12,123 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.hugging_face import module_rows
+from torchtitan.models.common.gguf_rows import ROWS, Constant, PlusOne
 from torchtitan.models.common.layer_types import LayerType, WindowedDecoder
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.models.common.rope import RoPEConfig, attention_factor, rope_frequencies
 from torchtitan.protocols.state_dict_adapter import (
-    Concatenated,
     ExternalFormat,
     KeyMapping,
-    Permuted,
     Repeated,
     RopePermutation,
     StateDictAdapter,
-    Transform,
     model_tensor_specs,
 )
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
-
-
-@dataclass(frozen=True)
-class PlusOne(Transform):
-    """Weights of norms that are added to 1 here, and not there."""
-
-    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        return [tensor - 1 for tensor in tensors]
-
-    def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [tensor.float() + 1 for tensor in tensors]
-
-
-@dataclass(frozen=True)
-class Unbound(Transform):
-    """One of our tensors, split into one for each index of its dimension 1."""
-
-    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        return [torch.stack(tensors, dim=1)]
-
-    def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
-        return list(tensors[0].unbind(dim=1))
-
-
-@dataclass(frozen=True)
-class Constant(Transform):
-    """A tensor of the other format that is part of our configuration."""
-
-    values: tuple[float, ...]
-
-    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        return []
-
-    def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [torch.tensor(self.values, dtype=torch.float32)]
-
-
-_MODULES = {
-    "attention_norm": "attn_norm",
-    "attention.wq": "attn_q",
-    "attention.wk": "attn_k",
-    "attention.wv": "attn_v",
-    "attention.wo": "attn_output",
-    "attention.q_norm": "attn_q_norm",
-    "attention.k_norm": "attn_k_norm",
-    "attention.q_wide_norm": "attn_q_norm",
-    "attention.k_wide_norm": "attn_k_norm",
-    "attention_post_norm": "post_attention_norm",
-    "ffn_norm": "ffn_norm",
-    "feed_forward.w1": "ffn_gate",
-    "feed_forward.w2": "ffn_down",
-    "feed_forward.w3": "ffn_up",
-    "ffn_post_norm": "post_ffw_norm",
-    "moe.router": "ffn_gate_inp",
-    "moe.shared.w1": "ffn_gate_shexp",
-    "moe.shared.w2": "ffn_down_shexp",
-    "moe.shared.w3": "ffn_up_shexp",
-}
-
-_ROWS = (
-    KeyMapping("tok_embeddings.weight", "token_embd.weight"),
-    *module_rows("layers.*", "blk.*", _MODULES),
-    KeyMapping(
-        "layers.*.moe.experts.w13",
-        ("blk.*.ffn_gate_exps.weight", "blk.*.ffn_up_exps.weight"),
-        Unbound(),
-    ),
-    KeyMapping("layers.*.moe.experts.w2", "blk.*.ffn_down_exps.weight"),
-    KeyMapping(
-        "layers.*.moe.experts.bias13",
-        ("blk.*.ffn_gate_exps.bias", "blk.*.ffn_up_exps.bias"),
-        Unbound(),
-    ),
-    KeyMapping("layers.*.moe.experts.bias2", "blk.*.ffn_down_exps.bias"),
-    KeyMapping("layers.*.moe.router.selection.bias_E", "blk.*.exp_probs_b.bias"),
-    KeyMapping("layers.*.attention.sinks.scores", "blk.*.attn_sinks.weight"),
-    KeyMapping(
-        "layers.*.moe.shared.gate", "blk.*.ffn_gate_inp_shexp.weight", Permuted((0, 1), joined=0)
-    ),
-    KeyMapping("head.norm.weight", "output_norm.weight"),
-    KeyMapping("head.output.weight", "output.weight"),
-)
-
-POST_ATTENTION_NORM = module_rows("layers.*", "blk.*", {"ffn_norm": "post_attention_norm"})
-"""The norm before the feed-forward network, in architectures that call it so."""
-
-FUSED_QKV = KeyMapping(
-    tuple(f"layers.*.attention.{name}.weight" for name in ("wq", "wk", "wv")),
-    "blk.*.attn_qkv.weight",
-    Concatenated(0),
-)
-FUSED_GATE_UP = KeyMapping(
-    ("layers.*.feed_forward.w1.weight", "layers.*.feed_forward.w3.weight"),
-    "blk.*.ffn_up.weight",
-    Concatenated(0),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +44,9 @@ class Rotation:
 
     yarn_factor: float | None = None
     """Factor of cosines and sines that it has with YaRN; None: the usual one."""
+
+    own: bool = False
+    """`rows` and `keys` of the architecture describe the scaling."""
 
 
 NEIGHBORS = Rotation(neighbors=True)
@@ -191,6 +92,9 @@ class Architecture:
     config: type[Decoder.Config]
     """Configuration of the model here."""
 
+    computes: Callable[[Any], bool] = lambda config: True
+    """Return whether this is the architecture of a configuration, if several have its type."""
+
     rotation: Rotation = Rotation()
     """Its RoPE."""
 
@@ -207,6 +111,9 @@ class Architecture:
     """Types of layers, repeated, if it computes windows. Without them, the context is as long as
     the window, within which every layer sees all earlier tokens."""
 
+    chooses_windows: bool = False
+    """The file says which layers have windows."""
+
     tying: Tying = Tying()
     """How it ties the output to the embedding."""
 
@@ -215,6 +122,29 @@ class Architecture:
 
     keys: Callable[[Any], dict[str, Any]] = lambda config: {}
     """Return further metadata. Raises `UserError` for a model that it does not compute."""
+
+
+LATENT_EPS = 1e-6
+"""Added by models to the mean squares of latents, and to the squares of queries and keys of delta
+nets; llama.cpp adds --model.norm_eps there."""
+
+_LARGEST_EPS = 1e-5
+"""Of published models."""
+
+
+def check_eps(config: Decoder.Config) -> None:
+    """Warn of a model whose norms add another number to those of latents and delta nets. Raise
+    `UserError` if the difference matters."""
+    eps = config.norm_eps
+    must = f"at most {_LARGEST_EPS}, since it adds that to norms of latents and delta nets too"
+    require_gguf(eps <= _LARGEST_EPS, "norm_eps", eps, must)
+    if eps != LATENT_EPS:
+        logger.warning(
+            "llama.cpp adds --model.norm_eps %s in norms of latents and delta nets, to which this "
+            "model adds %s: its numbers differ slightly",
+            eps,
+            LATENT_EPS,
+        )
 
 
 def require_gguf(fits: bool, option: str, value: Any, must: str) -> None:
@@ -228,15 +158,15 @@ def require_gguf(fits: bool, option: str, value: Any, must: str) -> None:
 
 def gguf_format(*architectures: Architecture) -> ExternalFormat:
     """Return the format GGUF of a family, which is only written."""
-    by_config = {each.config: each for each in architectures}
 
     def find(config: Decoder.Config) -> Architecture:
-        if type(config) not in by_config:
-            raise UserError(
-                f"GGUF cannot hold this model: {type(config)._owner.__name__} has no architecture "
-                "in llama.cpp that torchtitan knows"
-            )
-        return by_config[type(config)]
+        for each in architectures:
+            if type(config) is each.config and each.computes(config):
+                return each
+        raise UserError(
+            f"GGUF cannot hold this model: {type(config)._owner.__name__} has no architecture "
+            "in llama.cpp that torchtitan knows"
+        )
 
     def read(document: Mapping[str, Any]) -> Decoder.Config:
         raise UserError("GGUF files are written, not read; use the model's Hugging Face folder")
@@ -255,11 +185,11 @@ def _adapter(architecture: Architecture, config: Decoder.Config) -> StateDictAda
     own = {name for row in rows for name in _names(row.internal)}
     rows += [
         _transformed(row, architecture, config)
-        for row in _ROWS
+        for row in ROWS
         if own.isdisjoint(_names(row.internal))
     ]
     return StateDictAdapter(
-        [*rows, *_factors(config.rope, config.resolved_head_dim)],
+        [*rows, *_factors(architecture, config)],
         n_layers=config.n_layers,
         only=specs,
     )
@@ -270,7 +200,7 @@ def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _transformed(row: KeyMapping, architecture: Architecture, config: Decoder.Config) -> KeyMapping:
-    name = _names(row.internal)[0]
+    name = next(iter(_names(row.internal)), "")
     if name == "tok_embeddings.weight" and architecture.tying.copies and config.tie_embeddings:
         return KeyMapping(name, ("token_embd.weight", "output.weight"), Repeated(2))
     is_rotated = name.startswith(("layers.*.attention.wq.", "layers.*.attention.wk."))
@@ -278,15 +208,24 @@ def _transformed(row: KeyMapping, architecture: Architecture, config: Decoder.Co
         head_dim = config.resolved_head_dim
         permutation = RopePermutation(head_dim, config.rope.rotated_dim(head_dim))
         return KeyMapping(row.internal, row.external, permutation)
-    is_norm = name.endswith("norm.weight")
+    is_norm = name.endswith("norm.weight") and name != "layers.*.attention.norm.weight"
     if is_norm and getattr(config._owner, "norm_kind", None) is OffsetRMSNorm:
         return KeyMapping(row.internal, row.external, PlusOne())
     return row
 
 
-def _factors(rope: RoPEConfig, head_dim: int) -> list[KeyMapping]:
-    """Return the rows of divisors of RoPE's frequencies, which are tensors."""
-    if not rope.is_scaled:
+def divisors(rope: RoPEConfig, head_dim: int) -> KeyMapping:
+    """Return the row of the divisor of each of RoPE's frequencies, a tensor."""
+    unscaled = rope_frequencies(RoPEConfig(theta=rope.theta), head_dim)
+    # of pairs that are not rotated, so large that the angles round to 0
+    factors = (unscaled / rope_frequencies(rope, head_dim)).clamp(max=1e30)
+    return KeyMapping((), "rope_freqs.weight", Constant(tuple(factors.tolist())))
+
+
+def _factors(architecture: Architecture, config: Decoder.Config) -> list[KeyMapping]:
+    """Return the rows of divisors of RoPE's frequencies."""
+    rope = config.rope
+    if not rope.is_scaled or architecture.rotation.own:
         return []
     if rope.scaling == "longrope":
         return [
@@ -295,9 +234,7 @@ def _factors(rope: RoPEConfig, head_dim: int) -> list[KeyMapping]:
             if factors is not None  # `RoPEConfig.validate` requires both
         ]
     if rope.scaling == "llama3":
-        unscaled = rope_frequencies(RoPEConfig(theta=rope.theta), head_dim)
-        factors = unscaled / rope_frequencies(rope, head_dim)
-        return [KeyMapping((), "rope_freqs.weight", Constant(tuple(factors.tolist())))]
+        return [divisors(rope, config.resolved_head_dim)]
     return []
 
 
@@ -321,14 +258,31 @@ def _metadata(architecture: Architecture, config: Decoder.Config) -> dict[str, A
         "rope.dimension_count": config.rope.rotated_dim(head_dim),
         "rope.freq_base": float(config.rope.theta),
     }
-    if architecture.windows and isinstance(config, WindowedDecoder.Config):
-        if config.sliding_window is not None:
-            keys["attention.sliding_window"] = config.sliding_window
-    return keys | _rope(config) | _experts(architecture, config) | architecture.keys(config)
+    return (
+        keys
+        | _windows(architecture, config)
+        | _rope(architecture, config)
+        | _experts(architecture, config)
+        | architecture.keys(config)
+    )
 
 
-def _rope(config: Decoder.Config) -> dict[str, Any]:
+def _windows(architecture: Architecture, config: Decoder.Config) -> dict[str, Any]:
+    if not isinstance(config, WindowedDecoder.Config) or config.sliding_window is None:
+        return {}
+    if architecture.chooses_windows:
+        pattern = [config.has_window(index) for index in range(config.n_layers)]
+        return {
+            "attention.sliding_window": config.sliding_window,
+            "attention.sliding_window_pattern": pattern,
+        }
+    return {"attention.sliding_window": config.sliding_window} if architecture.windows else {}
+
+
+def _rope(architecture: Architecture, config: Decoder.Config) -> dict[str, Any]:
     rope = config.rope
+    if architecture.rotation.own:
+        return {}
     if not rope.is_scaled or rope.scaling == "llama3":  # `rope_freqs.weight`
         return {}
     keys: dict[str, Any] = {
@@ -409,7 +363,8 @@ def _experts(architecture: Architecture, config: Any) -> dict[str, Any]:
 
 def _context(architecture: Architecture, config: Decoder.Config) -> int:
     window = getattr(config, "sliding_window", None)
-    if architecture.windows or window is None or window >= config.max_seq_len:
+    has_windows = architecture.windows or architecture.chooses_windows
+    if has_windows or window is None or window >= config.max_seq_len:
         return config.max_seq_len
     logger.warning(
         "llama.cpp computes no windows for this architecture: the file's context is "
@@ -431,6 +386,9 @@ def _check(architecture: Architecture, config: Decoder.Config) -> None:
         n = config.n_layers
         repeated = [tuple(t[i % len(t)] for i in range(n)) for t in (types, architecture.windows)]
         require_gguf(repeated[0] == repeated[1], "layer_types", types, str(architecture.windows))
+    if architecture.chooses_windows and isinstance(config, WindowedDecoder.Config):
+        has_any = any(config.has_window(index) for index in range(config.n_layers))
+        require_gguf(has_any, "layer_types", types, "a layer with a window")
     moe = getattr(config, "moe", None)
     if moe is not None:
         experts = architecture.experts
@@ -476,7 +434,7 @@ def _check_parts(architecture: Architecture, config: Decoder.Config) -> None:
 def _check_rope(architecture: Architecture, config: Decoder.Config) -> None:
     rope = config.rope
     is_known = not rope.is_scaled or rope.scaling in architecture.rotation.scalings
-    known = " or ".join(architecture.rotation.scalings)
+    known = " or ".join(architecture.rotation.scalings) or "no scaling"
     require_gguf(is_known, "rope.scaling", rope.scaling, known)
     part = rope.rotated_fraction
     require_gguf(part == 1.0 or architecture.rotation.part, "rope.rotated_fraction", part, "1.0")

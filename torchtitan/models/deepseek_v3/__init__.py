@@ -6,17 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 from torchtitan.models.common.decoder import DENSE_SHARDING
+from torchtitan.models.common.gguf import gguf_format
 from torchtitan.models.common.hugging_face import dense_format
 from torchtitan.models.common.moe.layer import SMALL_SIGMOID, MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.models.deepseek_v3.mistral4 import TYPES as MISTRAL_TYPES
+from torchtitan.models.deepseek_v3 import mistral4, sparse
 from torchtitan.models.deepseek_v3.mistral4 import Mistral4Model
-from torchtitan.models.deepseek_v3.model import GGUF, TYPES, DeepSeekModel
-from torchtitan.models.deepseek_v3.sparse import TYPES as SPARSE_TYPES
+from torchtitan.models.deepseek_v3.model import ARCHITECTURES, TYPES, DeepSeekModel
 from torchtitan.models.deepseek_v3.sparse import DeepSeekSparseModel
 from torchtitan.models.families import SMALL, Family, of_sizes
 
-FORMAT = dense_format({**TYPES, **SPARSE_TYPES, **MISTRAL_TYPES})
+FORMAT = dense_format({**TYPES, **sparse.TYPES, **mistral4.TYPES})
+GGUF = gguf_format(*ARCHITECTURES, *sparse.ARCHITECTURES, *mistral4.ARCHITECTURES)
 
 
 def _published(

@@ -6,11 +6,20 @@ from typing import Any
 
 from torchtitan.models.common.attention import Attention, TemperedAttention
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.gguf import Architecture, require_gguf
 from torchtitan.models.common.hugging_face_rope import GROWTH, prepare_growth, write_rope_section
 from torchtitan.models.common.latent_attention import widths_of
 from torchtitan.models.common.moe import rows
 from torchtitan.models.common.rope import check_growth
-from torchtitan.models.deepseek_v3.model import DENSE, V3, DeepSeekModel, with_latents
+from torchtitan.models.deepseek_v3.model import (
+    DENSE,
+    GGUF,
+    V3,
+    DeepSeekModel,
+    gguf_keys,
+    require_usual_growth,
+    with_latents,
+)
 
 
 class Mistral4Model(DeepSeekModel):
@@ -88,3 +97,17 @@ _MISTRAL_4 = replace(
 )
 
 TYPES = {"mistral4": _MISTRAL_4}
+
+
+def _gguf_keys(config: Mistral4Model.Config) -> dict[str, Any]:
+    has_latents = config.q_lora_rank is not None
+    require_gguf(has_latents, "q_lora_rank", config.q_lora_rank, "a width")
+    require_usual_growth(config)
+    growth = float(config.llama_4_scaling_beta)
+    steps = {"attention.temperature_length": config.rope.original_max_seq_len} if growth else {}
+    return {**gguf_keys(config), "attention.temperature_scale": growth, **steps}
+
+
+ARCHITECTURES = (
+    Architecture(**{**GGUF, "keys": _gguf_keys}, name="mistral4", config=Mistral4Model.Config),
+)

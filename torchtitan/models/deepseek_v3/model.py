@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchtitan.models.common import gguf
 from torchtitan.models.common import hugging_face as hf
 from torchtitan.models.common.blocks import MultiTokenBlock, Rope
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.gguf_latent import latent_keys, latent_rows
 from torchtitan.models.common.hugging_face_rope import write_rope
 from torchtitan.models.common.latent_attention import (
     LATENT_ROWS,
@@ -25,7 +25,6 @@ from torchtitan.models.common.moe import rows
 from torchtitan.models.common.moe.decoder import MoEDecoder
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.output_head import Head, with_further_tokens
-from torchtitan.protocols.state_dict_adapter import KeyMapping, Transform
 
 
 class DeepSeekModel(LatentDecoder, MoEDecoder):
@@ -263,91 +262,53 @@ _LITE = replace(
 TYPES = {"deepseek_v3": V3, "kimi_k2": V3, "deepseek_v2": _V2, "glm4_moe_lite": _LITE}
 
 
-@dataclass(frozen=True)
-class _KeysAndValues(Transform):
-    """The projection of latents to keys and values, as one matrix of each head: of keys (latent,
-    head width) and of values (head width, latent)."""
-
-    n_heads: int
-    plain_dim: int
-
-    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        keys, values = tensors
-        return [torch.cat((keys.mT, values), dim=1).flatten(0, 1)]
-
-    def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
-        heads = tensors[0].unflatten(0, (self.n_heads, -1))
-        return [heads[:, : self.plain_dim].mT, heads[:, self.plain_dim :]]
-
-
-_GGUF_NAMES = {
-    "q_latent.0": "attn_q_a",
-    "q_latent.1": "attn_q_a_norm",
-    "q_latent.2": "attn_q_b",
-    "wkv_a": "attn_kv_a_mqa",
-    "kv_norm": "attn_kv_a_norm",
-}
 _WITHOUT_QUERY_LATENTS = (26, 27)
 """Numbers of layers of the models whose queries have no latents, by which llama.cpp knows them."""
 
 
-def _gguf_rows(config: DeepSeekModel.Config) -> list[KeyMapping]:
-    split = _KeysAndValues(config.n_heads, _plain_dim(config))
-    return [
-        *hf.module_rows("layers.*.attention", "blk.*", _GGUF_NAMES),
-        KeyMapping(
-            "layers.*.attention.attend.wkv_b.weight",
-            ("blk.*.attn_k_b.weight", "blk.*.attn_v_b.weight"),
-            split,
-        ),
-    ]
-
-
-def _plain_dim(config: DeepSeekModel.Config) -> int:
-    head_dim = config.resolved_head_dim
-    return head_dim - config.rope.rotated_dim(head_dim)
-
-
 def _gguf_keys(config: DeepSeekModel.Config) -> dict[str, Any]:
-    moe, rank = config.moe, config.kv_lora_rank
-    head_dim = config.resolved_head_dim
-    rotated = config.rope.rotated_dim(head_dim)
-    has_latents = config.q_lora_rank is not None
     is_lite = config.n_layers in _WITHOUT_QUERY_LATENTS
+    fits, must = (config.q_lora_rank is None) == is_lite, "None in 26 or 27 layers only"
+    gguf.require_gguf(fits, "q_lora_rank", config.q_lora_rank, must)
+    return gguf_keys(config)
+
+
+def gguf_keys(config: DeepSeekModel.Config) -> dict[str, Any]:
+    """Return the metadata of a model with this attention and these experts. Raise `UserError` if
+    llama.cpp does not compute it."""
+    moe = config.moe
     one_group = moe.topk_group == moe.n_group
     growth, scaled = config.mscale_all_dim, config.rope.is_scaled
     for fits, option, value, must in (
-        (has_latents != is_lite, "q_lora_rank", config.q_lora_rank, "None in 26 or 27 layers only"),
         (config.rope_interleave, "rope_interleave", config.rope_interleave, "True"),
-        (config.norm_eps == 1e-6, "norm_eps", config.norm_eps, "1e-6, as of latents"),
-        (not config.attention_bias, "attention_bias", True, "False"),
         (not config.n_mtp_modules, "n_mtp_modules", config.n_mtp_modules, "0"),
         (moe.n_shared_experts > 0, "moe.n_shared_experts", moe.n_shared_experts, "at least 1"),
         (one_group or moe.selection_bias, "moe.n_group", moe.n_group, "1 without the bias"),
         (bool(growth) or not scaled, "mscale_all_dim", growth, "a number with YaRN"),
     ):
         gguf.require_gguf(fits, option, value, must)
-    return {
-        "attention.head_count_kv": 1,
-        "attention.key_length": rank + rotated,
-        "attention.value_length": rank,
-        "attention.key_length_mla": head_dim,
-        "attention.value_length_mla": config.v_head_dim,
-        "attention.kv_lora_rank": rank,
-        **({"attention.q_lora_rank": config.q_lora_rank} if has_latents else {}),
-        **({"rope.scaling.yarn_log_multiplier": 0.1 * (growth or 0.0)} if scaled else {}),
-    }
+    scaling = {"rope.scaling.yarn_log_multiplier": 0.1 * (growth or 0.0)} if scaled else {}
+    return {**latent_keys(config), **scaling}
 
 
-GGUF = gguf.gguf_format(
-    gguf.Architecture(
-        name="deepseek2",
-        config=DeepSeekModel.Config,
-        rotation=gguf.Rotation(part=True, scalings=("yarn",), yarn_factor=1.0),
-        rows=_gguf_rows,
-        experts=gguf.Experts(
-            {"shared_ffn_dim": None}, chosen=(*gguf.CHOICES_OF_DEEPSEEK, "selection_bias")
-        ),
-        keys=_gguf_keys,
-    )
+def require_usual_growth(config: DeepSeekModel.Config) -> None:
+    """Raise `UserError` unless the growth of scores is that of the published models with YaRN, the
+    only one that llama.cpp computes except for DeepSeek-V2 and V3."""
+    growth, scaled = config.mscale_all_dim, config.rope.is_scaled
+    gguf.require_gguf(growth == 1.0 or not scaled, "mscale_all_dim", growth, "1.0 with YaRN")
+
+
+GGUF: Any = {
+    "rotation": gguf.Rotation(part=True, scalings=("yarn",), yarn_factor=1.0),
+    "rows": latent_rows,
+    "experts": gguf.Experts(
+        {"shared_ffn_dim": None}, chosen=(*gguf.CHOICES_OF_DEEPSEEK, "selection_bias")
+    ),
+    "keys": gguf_keys,
+}
+"""Fields of `Architecture` that models with this decoder share."""
+
+ARCHITECTURES = tuple(
+    gguf.Architecture(name="deepseek2", config=config, **{**GGUF, "keys": _gguf_keys})
+    for config in (DeepSeekModel.Config, GLM4MoeLiteModel.Config)
 )

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from torchtitan.models.common.blocks import SharingBlock
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.gguf import Architecture, Rotation, require_gguf
+from torchtitan.models.common.gguf_latent import latent_rows
 from torchtitan.models.common.hugging_face import module_rows
 from torchtitan.models.common.layer_inputs import LayerCall
 from torchtitan.models.common.moe import rows
@@ -17,7 +19,15 @@ from torchtitan.models.common.sparse_attention import (
     SharedChoiceAttention,
     SparseLatentAttention,
 )
-from torchtitan.models.deepseek_v3.model import V3, DeepSeekModel, with_latents, write_types
+from torchtitan.models.deepseek_v3.model import (
+    GGUF,
+    V3,
+    DeepSeekModel,
+    gguf_keys,
+    require_usual_growth,
+    with_latents,
+    write_types,
+)
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 from torchtitan.tools.errors import require
 
@@ -190,3 +200,53 @@ _GLM_5 = replace(
 )
 
 TYPES = {"deepseek_v32": _V32, "glm_moe_dsa": _GLM_5}
+
+_GGUF_NAMES = {"wq": "attn_q_b", "wk": "attn_k", "wh": "proj"}
+_KEY_UNIT = 64
+"""llama.cpp rotates keys of the indexer by a Hadamard matrix of this width, or more."""
+
+
+def _gguf_rows(config: DeepSeekSparseModel.Config) -> tuple[KeyMapping, ...]:
+    ours = "layers.*.attention.indexer"
+    return (
+        *latent_rows(config),
+        *(
+            KeyMapping(f"{ours}.{name}", f"blk.*.indexer.{theirs}.weight")
+            for name, theirs in _GGUF_NAMES.items()
+        ),
+        *module_rows(ours, "blk.*.indexer", {"k_norm": "k_norm"}),
+    )
+
+
+def _gguf_keys(config: DeepSeekSparseModel.Config) -> dict[str, Any]:
+    width, must = config.index_head_dim, f"a multiple of {_KEY_UNIT}"
+    require_gguf(width % _KEY_UNIT == 0, "index_head_dim", width, must)
+    return {
+        **gguf_keys(config),
+        "attention.indexer.head_count": config.index_n_heads,
+        "attention.indexer.key_length": width,
+        "attention.indexer.top_k": config.index_topk,
+    }
+
+
+def _gguf_types(config: DeepSeekSparseModel.Config) -> dict[str, Any]:
+    full = [int(not config.shares_choice(index)) for index in range(config.n_layers)]
+    return {**_gguf_keys(config), "attention.indexer.types": full}
+
+
+def _gguf_without_types(config: DeepSeekSparseModel.Config) -> dict[str, Any]:
+    require_gguf(not config.is_sharing, "indexer_types", config.indexer_types, "full alone")
+    require_usual_growth(config)
+    return _gguf_keys(config)
+
+
+_SPARSE: Any = {**GGUF, "config": DeepSeekSparseModel.Config, "rows": _gguf_rows}
+
+ARCHITECTURES = (
+    Architecture(
+        **{**_SPARSE, "keys": _gguf_types, "rotation": Rotation(part=True, scalings=())},
+        name="glm-dsa",
+        computes=lambda config: config.index_interleave,
+    ),
+    Architecture(**{**_SPARSE, "keys": _gguf_without_types}, name="deepseek32"),
+)

@@ -5,7 +5,15 @@ from typing import Any
 
 from torchtitan.models.common.blocks import PostNormBlock
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.gguf import Architecture, Rotation, gguf_format, require_gguf
+from torchtitan.models.common.gguf import (
+    CHOICES_OF_DEEPSEEK,
+    Architecture,
+    Experts,
+    Rotation,
+    Tying,
+    gguf_format,
+    require_gguf,
+)
 from torchtitan.models.common.hugging_face import (
     DENSE_ROWS,
     ModelType,
@@ -153,6 +161,13 @@ def _gguf_keys(config: Exaone4Model.Config) -> dict[str, Any]:
     return {}
 
 
+def _gguf_experts(config: ExaoneMoeModel.Config) -> dict[str, Any]:
+    window, n_shared = config.sliding_window, config.moe.n_shared_experts
+    require_gguf(window is not None, "sliding_window", window, "a window")
+    require_gguf(n_shared > 0, "moe.n_shared_experts", n_shared, "at least 1")
+    return {"expert_shared_feed_forward_length": n_shared * config.expert_dim}
+
+
 GGUF = gguf_format(
     Architecture(
         name="exaone4",
@@ -161,5 +176,17 @@ GGUF = gguf_format(
         any_head_width=False,
         windows=one_full_of(4),
         keys=_gguf_keys,
-    )
+    ),
+    Architecture(
+        name="exaone-moe",
+        config=ExaoneMoeModel.Config,
+        rotation=Rotation(scalings=("linear", "yarn", "llama3")),
+        chooses_windows=True,
+        tying=Tying(copies=True),
+        experts=Experts(
+            {"scoring_func": "sigmoid", "shared_ffn_dim": None},
+            chosen=(*CHOICES_OF_DEEPSEEK, "selection_bias"),
+        ),
+        keys=_gguf_experts,
+    ),
 )

@@ -8,7 +8,7 @@ from torchtitan.models.common.layer_types import one_full_of
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
-from torchtitan.models.gemma4.model import FORMAT, Gemma4Model, Gemma4MoEModel
+from torchtitan.models.gemma4.model import FORMAT, GGUF, Gemma4Model, Gemma4MoEModel
 
 _DEBUG: Any = {
     **SMALL,
@@ -67,6 +67,6 @@ FLAVORS = {
     ),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

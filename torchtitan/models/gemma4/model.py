@@ -15,6 +15,14 @@ from torchtitan.models.common.attention import (
 )
 from torchtitan.models.common.blocks import PerLayerBlock, PerLayerEmbeddings, ScaledSandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.gguf import (
+    Architecture,
+    Experts,
+    Rotation,
+    divisors,
+    gguf_format,
+    require_gguf,
+)
 from torchtitan.models.common.hugging_face import (
     SANDWICH_ROWS,
     ModelType,
@@ -31,7 +39,7 @@ from torchtitan.models.common.moe.router import ScaledRouter
 from torchtitan.models.common.moe.rows import fused_expert_rows
 from torchtitan.models.common.norms import RMSNorm
 from torchtitan.models.common.rope import RoPEConfig
-from torchtitan.protocols.state_dict_adapter import KeyMapping
+from torchtitan.protocols.state_dict_adapter import KeyMapping, Permuted
 from torchtitan.tools.errors import require
 
 
@@ -332,4 +340,86 @@ _TYPES = {
 }
 FORMAT = dense_format(
     _TYPES, without=("model.vision_", "model.audio_", "model.embed_vision.", "model.embed_audio.")
+)
+
+
+_GGUF_OF_LAYER = {"own.gate": "inp_gate", "own.out": "proj", "own.norm": "post_norm"}
+_GGUF_OF_LAYER |= {"moe.norm": "pre_ffw_norm_2", "moe.post_norm": "post_ffw_norm_2"}
+_GGUF_OF_LAYER |= {"dense_post_norm": "post_ffw_norm_1"}
+_GGUF_INPUTS = {"tok_embeddings": "token_embd", "projection": "model_proj", "norm": "proj_norm"}
+_GGUF_ROWS = (
+    *module_rows("layers.*", "blk.*", _GGUF_OF_LAYER),
+    *(
+        KeyMapping(f"per_layer.{ours}.weight", f"per_layer_{theirs}.weight")
+        for ours, theirs in _GGUF_INPUTS.items()
+    ),
+    KeyMapping("layers.*.layer_scalar", "blk.*.layer_output_scale.weight"),
+    KeyMapping("layers.*.moe.router.norm.weight", "blk.*.ffn_gate_inp.scale"),
+    KeyMapping("layers.*.moe.router.expert_scale", "blk.*.ffn_down_exps.scale"),
+    KeyMapping(
+        "layers.*.moe.experts.w13",
+        "blk.*.ffn_gate_up_exps.weight",
+        Permuted((0, 1, 2, 3), joined=1),
+    ),
+)
+
+
+def _gguf_rows(config: Gemma4Model.Config) -> tuple[KeyMapping, ...]:
+    """Return the rows, with divisors of frequencies in layers of full attention."""
+    return (*_GGUF_ROWS, divisors(config.rope, config.global_head_dim))
+
+
+def _check_gguf(config: Gemma4Model.Config) -> None:
+    rope, local = config.rope, config.local_rope
+    part, has_parts = rope.rotated_fraction, rope.scaling == "proportional"
+    require_gguf(part == 1.0 or has_parts, "rope.rotated_fraction", part, "1.0 if not proportional")
+    require_gguf(not local.is_scaled, "local_rope.scaling", local.scaling, "unscaled windows")
+    fraction = local.rotated_fraction
+    require_gguf(fraction == 1.0, "local_rope.rotated_fraction", fraction, "1.0")
+    n_shared = config.num_kv_shared_layers
+    last = [config.has_window(index) for index in range(config.n_layers - n_shared)][-2:]
+    must = "such that the last layer before them has full attention, and the one before a window"
+    require_gguf(not n_shared or last == [True, False], "num_kv_shared_layers", n_shared, must)
+
+
+def _gguf_keys(config: Gemma4Model.Config) -> dict[str, Any]:
+    _check_gguf(config)
+    layers, wide = range(config.n_layers), config.resolved_head_dim
+    keys: dict[str, Any] = {
+        **{f"attention.{name}_length": config.global_head_dim for name in ("key", "value")},
+        **{f"attention.{name}_length_swa": wide for name in ("key", "value")},
+        "attention.head_count_kv": [
+            config.n_kv_heads if config.has_window(i) else config.num_global_key_value_heads
+            for i in layers
+        ],
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "rope.dimension_count": config.global_head_dim,
+        "rope.dimension_count_swa": wide,
+        "rope.freq_base_swa": float(config.local_rope.theta),
+    }
+    if config.use_double_wide_mlp:
+        keys["feed_forward_length"] = [
+            config.ffn_dim * (2 if config.shares_keys(i) else 1) for i in layers
+        ]
+    if (cap := config.final_logit_softcapping) is not None:
+        keys["final_logit_softcapping"] = float(cap)
+    return keys
+
+
+_GGUF: Any = {
+    "rotation": Rotation(part=True, own=True, scalings=("linear", "llama3", "proportional")),
+    "rows": _gguf_rows,
+    "chooses_windows": True,
+    "keys": _gguf_keys,
+}
+
+GGUF = gguf_format(
+    Architecture(name="gemma4", config=Gemma4Model.Config, **_GGUF),
+    Architecture(
+        name="gemma4",
+        config=Gemma4MoEModel.Config,
+        experts=Experts({"norm_topk_prob": True, "shared_ffn_dim": None}),
+        **_GGUF,
+    ),
 )

@@ -4,7 +4,7 @@ Face format."""
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.models.common import gguf
+from torchtitan.models.common import gguf, gguf_rows
 from torchtitan.models.common import hugging_face as hf
 from torchtitan.models.common.blocks import SandwichBlock
 from torchtitan.models.common.decoder import Decoder
@@ -60,7 +60,14 @@ GGUF = gguf.gguf_format(
     gguf.Architecture(
         name="glm4",
         config=GLM4Model.Config,
-        rows=lambda config: (gguf.FUSED_GATE_UP,),
+        rows=lambda config: (gguf_rows.FUSED_GATE_UP,),
         rotation=gguf.Rotation(neighbors=True, part=True),
-    )
+    ),
+    gguf.Architecture(
+        name="chatglm",
+        config=GLMModel.Config,
+        rows=lambda config: (gguf_rows.FUSED_GATE_UP,),
+        rotation=gguf.Rotation(neighbors=True, part=True),
+        any_head_width=False,
+    ),
 )

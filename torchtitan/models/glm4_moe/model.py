@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from torchtitan.models.common import gguf
+from torchtitan.models.common import gguf, gguf_rows
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe import rows
 from torchtitan.models.common.moe.decoder import MoEDecoder
@@ -65,7 +65,7 @@ GGUF = gguf.gguf_format(
         name="glm4moe",
         config=GLM4MoeModel.Config,
         rotation=gguf.Rotation(part=True),
-        rows=lambda config: gguf.POST_ATTENTION_NORM,
+        rows=lambda config: gguf_rows.POST_ATTENTION_NORM,
         experts=gguf.Experts(
             {"scoring_func": "sigmoid", "selection_bias": True, "shared_ffn_dim": None},
             chosen=gguf.CHOICES_OF_DEEPSEEK,

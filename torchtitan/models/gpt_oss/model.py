@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from torchtitan.models.common import gguf
+from torchtitan.models.common import gguf, gguf_rows
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.hugging_face_rope import write_rope_section
@@ -81,7 +81,7 @@ GGUF = gguf.gguf_format(
         name="gpt-oss",
         config=GptOssModel.Config,
         rotation=gguf.Rotation(scalings=("linear", "yarn", "yarn_untruncated")),
-        rows=lambda config: gguf.POST_ATTENTION_NORM,
+        rows=lambda config: gguf_rows.POST_ATTENTION_NORM,
         biased="qkvo",
         windows=("sliding_attention", "full_attention"),
         tying=gguf.Tying(copies=True),

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.feed_forward import GatedFeedForward
-from torchtitan.models.common.gguf import NEIGHBORS, Architecture, gguf_format
+from torchtitan.models.common.gguf import (
+    NEIGHBORS,
+    Architecture,
+    Experts,
+    gguf_format,
+    require_gguf,
+)
+from torchtitan.models.common.gguf_recurrent import gguf_mamba_rows, is_recurrent, mamba_keys
 from torchtitan.models.common.hugging_face import (
     DENSE_ROWS,
     FUSED_GATE_UP,
@@ -308,12 +315,44 @@ _SCALES = dict(
     )
 )
 
+
+def _gguf_scales(config: Any) -> dict[str, Any]:
+    return {key: float(getattr(config, ours)) for ours, key in _SCALES.items()}
+
+
+def _gguf_4(config: Granite4Model.Config) -> dict[str, Any]:
+    """Return the factors, and whether attention has positions."""
+    moe = getattr(config, "moe", None)
+    width, must = moe and moe.ffn_dim, f"--model.ffn_dim {config.ffn_dim}, or None"
+    require_gguf(width in (None, config.ffn_dim), "moe.ffn_dim", width, must)
+    has_positions = config.position_embedding_type == "rope"
+    return {**_gguf_scales(config), "rope.scaling.finetuned": has_positions}
+
+
+def _gguf_hybrid(config: Granite4Model.Config) -> dict[str, Any]:
+    must = f"such that all heads are twice as wide as --model.dim {config.dim}"
+    fits = config.mamba.dim == 2 * config.dim
+    require_gguf(fits, "mamba.head_dim", config.mamba.head_dim, must)
+    heads = [0 if recurrent else config.n_kv_heads for recurrent in is_recurrent(config)]
+    return {**_gguf_4(config), **mamba_keys(config), "attention.head_count_kv": heads}
+
+
+def _has_mamba(config: Granite4Model.Config) -> bool:
+    kinds = [config.type_of(index) for index in range(config.n_layers)]
+    return "linear_attention" in kinds
+
+
+_GGUF: Any = {"rotation": NEIGHBORS, "biased": "qkvof"}
+_GGUF_HYBRID: Any = {**_GGUF, "computes": _has_mamba, "rows": gguf_mamba_rows, "keys": _gguf_hybrid}
+_GGUF_MOE: Any = {
+    "config": Granite4MoEModel.Config,
+    "experts": Experts({"norm_topk_prob": True}, chosen=("shared_ffn_dim",)),
+}
+
 GGUF = gguf_format(
-    Architecture(
-        name="granite",
-        config=GraniteModel.Config,
-        rotation=NEIGHBORS,
-        biased="qkvof",
-        keys=lambda config: {key: float(getattr(config, ours)) for ours, key in _SCALES.items()},
-    )
+    Architecture(name="granite", config=GraniteModel.Config, keys=_gguf_scales, **_GGUF),
+    Architecture(name="granitehybrid", config=Granite4Model.Config, **_GGUF_HYBRID),
+    Architecture(name="granitehybrid", **_GGUF_MOE, **_GGUF_HYBRID),
+    Architecture(name="granite", config=Granite4Model.Config, keys=_gguf_4, **_GGUF),
+    Architecture(name="granitemoe", keys=_gguf_4, **_GGUF_MOE, **_GGUF),
 )

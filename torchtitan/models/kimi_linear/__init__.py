@@ -6,7 +6,7 @@ from torchtitan.models.common.mixers import hybrid_sharding
 from torchtitan.models.common.moe.layer import SMALL_SIGMOID
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
-from torchtitan.models.kimi_linear.model import FORMAT, KimiLinearModel
+from torchtitan.models.kimi_linear.model import FORMAT, GGUF, KimiLinearModel
 
 _SMALL: Any = {**SMALL, "n_kv_heads": 8, "head_dim": 48, "v_head_dim": 32, "kv_lora_rank": 64}
 _SMALL |= {"linear_num_heads": 16, "linear_head_dim": 32}
@@ -29,7 +29,7 @@ FLAVORS = {
     ),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 SHARDING = hybrid_sharding(KimiLinearModel.Config.mixers)
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=SHARDING)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -7,7 +7,24 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
+from torchtitan.models.common.gguf import (
+    CHOICES_OF_DEEPSEEK,
+    Architecture,
+    Experts,
+    Rotation,
+    Tying,
+    gguf_format,
+    require_gguf,
+)
+from torchtitan.models.common.gguf_latent import latent_keys, latent_rows
+from torchtitan.models.common.gguf_recurrent import COLUMN, is_recurrent, single
+from torchtitan.models.common.gguf_rows import NegatedExp
+from torchtitan.models.common.hugging_face import (
+    DENSE_ROWS,
+    ModelType,
+    dense_format,
+    module_rows,
+)
 from torchtitan.models.common.kimi_delta import KIMI_DELTA, KIMI_DELTA_CLASS_ROWS, KIMI_DELTA_ROWS
 from torchtitan.models.common.latent_attention import (
     LATENT_ATTENTION,
@@ -204,3 +221,48 @@ _TYPE = ModelType(
 )
 
 FORMAT = dense_format({"kimi_linear": _TYPE}, class_rows={"kimi_linear": _CLASS_ROWS})
+
+_GGUF_NAMES = {f"in_{name}": f"attn_{name}" for name in "qkv"}
+_GGUF_NAMES |= {f"conv_{name}": f"ssm_conv1d_{name}" for name in "qkv"}
+_GGUF_NAMES |= {"in_a.0": "ssm_f_a", "in_a.1": "ssm_f_b", "in_z.0": "ssm_g_a", "in_z.1": "ssm_g_b"}
+_GGUF_NAMES |= {"in_b": "ssm_beta", "norm": "ssm_norm", "out": "attn_output"}
+
+
+def _gguf_rows(config: KimiLinearModel.Config) -> tuple[KeyMapping, ...]:
+    return (
+        *latent_rows(config),
+        *module_rows("layers.*.attention", "blk.*", _GGUF_NAMES),
+        single("A_log", "ssm_a", NegatedExp(), COLUMN),
+        single("dt_bias", "ssm_dt.bias"),
+    )
+
+
+def _gguf_keys(config: KimiLinearModel.Config) -> dict[str, Any]:
+    rank, n_heads = config.q_lora_rank, config.linear_num_heads
+    require_gguf(rank is None, "q_lora_rank", rank, "None")
+    must = f"--model.n_heads {config.n_heads}"
+    require_gguf(n_heads == config.n_heads, "linear_num_heads", n_heads, must)
+    n_shared = config.moe.n_shared_experts
+    require_gguf(n_shared > 0, "moe.n_shared_experts", n_shared, "at least 1")
+    return {
+        **latent_keys(config),
+        "attention.head_count_kv": [0 if each else 1 for each in is_recurrent(config)],
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "kda.head_dim": config.linear_head_dim,
+    }
+
+
+GGUF = gguf_format(
+    Architecture(
+        name="kimi-linear",
+        config=KimiLinearModel.Config,
+        rotation=Rotation(part=True),
+        rows=_gguf_rows,
+        tying=Tying(copies=True),
+        experts=Experts(
+            {"norm_topk_prob": True, "selection_bias": True, "shared_ffn_dim": None},
+            chosen=[name for name in CHOICES_OF_DEEPSEEK if name != "norm_topk_prob"],
+        ),
+        keys=_gguf_keys,
+    )
+)

@@ -8,7 +8,13 @@ from torchtitan.models.common.mamba import MambaConfig
 from torchtitan.models.common.mixers import hybrid_sharding
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.families import SMALL, Family
-from torchtitan.models.nemotron_h.model import FORMAT, PATTERN, NemotronHModel, NemotronHMoEModel
+from torchtitan.models.nemotron_h.model import (
+    FORMAT,
+    GGUF,
+    PATTERN,
+    NemotronHModel,
+    NemotronHMoEModel,
+)
 
 
 def _layers(pattern: str) -> Any:
@@ -71,7 +77,7 @@ FLAVORS = {
     ),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 SHARDING = hybrid_sharding(NemotronHMoEModel.Config.mixers)
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=SHARDING)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -10,6 +10,8 @@ from torch import nn
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.feed_forward import FeedForward, squared_relu
+from torchtitan.models.common.gguf import Architecture, Experts, gguf_format, require_gguf
+from torchtitan.models.common.gguf_recurrent import gguf_mamba_rows, is_recurrent, mamba_keys
 from torchtitan.models.common.hugging_face import ModelType, dense_format, module_rows, replaced
 from torchtitan.models.common.mamba import LAYER_NAMES, MAMBA, MambaDecoder, mamba_rows
 from torchtitan.models.common.mixers import ATTENTION, NO_MIXER, MixerKind
@@ -20,6 +22,7 @@ from torchtitan.models.common.moe.rows import expert_rows, fused_expert_rows
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.state_dict_adapter import KeyMapping, Permuted, Stacked
 from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.logging import logger
 
 LayerType = Literal["linear_attention", "full_attention", "mlp", "moe"]
 """As in `layers_block_type` of transformers; linear_attention is Mamba 2."""
@@ -253,4 +256,64 @@ FORMAT = dense_format(
     without=("mtp.",),
     renamed={"backbone.": "model."},
     class_rows={"nemotron_h:n_routed_experts": _FUSED},
+)
+
+
+_GGUF_ROWS = (
+    *module_rows("layers.*", "blk.*", {"ffn_norm": "attn_norm"}),
+    *module_rows("layers.*.feed_forward", "blk.*", {"w1": "ffn_up", "w2": "ffn_down"}),
+    *module_rows("layers.*.moe.shared", "blk.*", {"w1": "ffn_up_shexp", "w2": "ffn_down_shexp"}),
+    KeyMapping(
+        "layers.*.moe.experts.w13",
+        "blk.*.ffn_up_exps.weight",
+        Permuted((0, 1, 2, 3), joined=1),
+    ),
+)
+
+
+def _gguf_keys(config: NemotronHModel.Config) -> dict[str, Any]:
+    """Return the metadata of layers: those with a width of 0 and no heads are Mamba 2."""
+    is_recurrent(config)
+    if step := config.mamba.least_step:
+        logger.warning(
+            "llama.cpp does not raise steps of Mamba 2 to --model.mamba.least_step %s: numbers "
+            "differ after tokens whose steps are shorter",
+            step,
+        )
+    kinds = [config.type_of(index) for index in range(config.n_layers)]
+    widths = [config.ffn_dim if kind in ("mlp", "moe") else 0 for kind in kinds]
+    heads = [config.n_kv_heads if kind == "full_attention" else 0 for kind in kinds]
+    return {
+        **mamba_keys(config),
+        "attention.layer_norm_epsilon": float(config.norm_eps),
+        "attention.head_count_kv": heads,
+        "feed_forward_length": widths,
+    }
+
+
+def _gguf_experts(config: NemotronHMoEModel.Config) -> dict[str, Any]:
+    kinds = [config.type_of(index) for index in range(config.n_layers)]
+    fits = "moe" in kinds and "mlp" not in kinds
+    require_gguf(fits, "layer_types", config.layer_types, "moe, and not mlp, with --model.moe")
+    width = config.moe.shared_ffn_dim
+    require_gguf(width is not None, "moe.shared_ffn_dim", width, "a network for every token")
+    require_gguf(not config.mlp_bias, "mlp_bias", True, "False in a model with experts")
+    return {**_gguf_keys(config), "expert_shared_count": 1}
+
+
+_GGUF_CHOICES = ("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
+_GGUF: Any = {"rows": lambda config: (*_GGUF_ROWS, *gguf_mamba_rows(config)), "biased": "qkvof"}
+
+GGUF = gguf_format(
+    Architecture(name="nemotron_h", config=NemotronHModel.Config, keys=_gguf_keys, **_GGUF),
+    Architecture(
+        name="nemotron_h_moe",
+        config=NemotronHMoEModel.Config,
+        keys=_gguf_experts,
+        experts=Experts(
+            {"selection_bias": True},
+            chosen=("scoring_func", "shared_ffn_dim", *_GGUF_CHOICES),
+        ),
+        **_GGUF,
+    ),
 )

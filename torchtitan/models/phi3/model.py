@@ -3,7 +3,7 @@ and their Hugging Face format."""
 
 from typing import Any
 
-from torchtitan.models.common import gguf
+from torchtitan.models.common import gguf, gguf_rows
 from torchtitan.models.common import hugging_face as hf
 from torchtitan.models.common.layer_types import WindowedDecoder
 from torchtitan.tools.errors import UnsupportedModelError
@@ -76,7 +76,7 @@ GGUF = gguf.gguf_format(
     gguf.Architecture(
         name="phi3",
         config=Phi3Model.Config,
-        rows=lambda config: (gguf.FUSED_QKV, gguf.FUSED_GATE_UP),
+        rows=lambda config: (gguf_rows.FUSED_QKV, gguf_rows.FUSED_GATE_UP),
         biased="",
         any_head_width=False,
         rotation=gguf.Rotation(part=True, scalings=("longrope",)),

@@ -6,7 +6,7 @@ from torchtitan.models.common.mixers import hybrid_sharding
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
-from torchtitan.models.qwen3_5.model import FORMAT, Qwen35Model, Qwen35MoEModel
+from torchtitan.models.qwen3_5.model import FORMAT, GGUF, Qwen35Model, Qwen35MoEModel
 
 
 def _published(
@@ -60,7 +60,7 @@ FLAVORS = {
     ),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 SHARDING = hybrid_sharding(Qwen35Model.Config.mixers)
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=SHARDING)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

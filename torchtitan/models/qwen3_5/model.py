@@ -11,10 +11,19 @@ from torchtitan.models.common.delta_net import (
     GatedHybridDecoder,
     prepare_layer_types,
 )
+from torchtitan.models.common.gguf import Architecture, Experts, Rotation, gguf_format
+from torchtitan.models.common.gguf_recurrent import (
+    TiledValues,
+    delta_net_keys,
+    delta_net_rows,
+    single,
+)
+from torchtitan.models.common.gguf_rows import POST_ATTENTION_NORM
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import ExpertLayers
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.moe.rows import QWEN_KEYS, expert_rows
+from torchtitan.protocols.state_dict_adapter import KeyMapping
 
 
 class Qwen35Model(GatedHybridDecoder):
@@ -84,3 +93,34 @@ _MOE = replace(
 # Skips tensors that predict more than one token at once, as transformers does.
 _TYPES = {"qwen3_5_text": _TEXT, "qwen3_5": _TEXT, "qwen3_5_moe_text": _MOE, "qwen3_5_moe": _MOE}
 FORMAT = dense_format(_TYPES, without=("model.visual.", "mtp."))
+
+
+def _gguf_rows(config: Qwen35Model.Config) -> tuple[KeyMapping, ...]:
+    values = TiledValues(config.linear_num_key_heads, config.linear_num_value_heads)
+    return (
+        *POST_ATTENTION_NORM,
+        *delta_net_rows(values),
+        single("in_a.weight", "ssm_alpha.weight", values),
+        single("in_b.weight", "ssm_beta.weight", values),
+    )
+
+
+def _gguf_keys(config: Qwen35Model.Config) -> dict[str, Any]:
+    n_pairs = config.rope.rotated_dim(config.resolved_head_dim) // 2
+    # Pairs take turns in getting their angles from a position's time, height and width, which are
+    # equal in text; all pairs must get theirs from one of them.
+    sections = [(n_pairs + 2) // 3, (n_pairs + 1) // 3, n_pairs // 3, 0]
+    return {**delta_net_keys(config), "rope.dimension_sections": sections}
+
+
+_GGUF: Any = {"rotation": Rotation(part=True), "rows": _gguf_rows, "keys": _gguf_keys}
+
+GGUF = gguf_format(
+    Architecture(name="qwen35", config=Qwen35Model.Config, **_GGUF),
+    Architecture(
+        name="qwen35moe",
+        config=Qwen35MoEModel.Config,
+        experts=Experts({"norm_topk_prob": True}, chosen=("shared_ffn_dim",)),
+        **_GGUF,
+    ),
+)

@@ -6,7 +6,7 @@ from torchtitan.models.common.mixers import hybrid_sharding
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
-from torchtitan.models.qwen3_next.model import FORMAT, Qwen3NextModel
+from torchtitan.models.qwen3_next.model import FORMAT, GGUF, Qwen3NextModel
 
 _SMALL: Any = {**SMALL, "norm_eps": 1e-6, "rope": RoPEConfig(theta=1e4, rotated_fraction=0.25)}
 _SMALL |= {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
@@ -25,7 +25,7 @@ FLAVORS = {
     ),
 }
 
-FORMATS = {"hf": FORMAT}
+FORMATS = {"hf": FORMAT, "gguf": GGUF}
 SHARDING = hybrid_sharding(Qwen3NextModel.Config.mixers)
 FAMILY = Family(module=__name__, flavors=FLAVORS, formats=FORMATS, sharding=SHARDING)
 model_spec, model_registry = FAMILY.spec, FAMILY.registry

@@ -9,6 +9,9 @@ from torchtitan.models.common.delta_net import (
     fused_row,
     prepare_layer_types,
 )
+from torchtitan.models.common.gguf import Architecture, Experts, Rotation, gguf_format
+from torchtitan.models.common.gguf_recurrent import delta_net_keys, delta_net_rows, fused
+from torchtitan.models.common.gguf_rows import POST_ATTENTION_NORM
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe.decoder import ExpertLayers
 from torchtitan.models.common.moe.layer import MoEConfig
@@ -19,7 +22,7 @@ from torchtitan.models.common.moe.rows import (
     prepare_sparse_steps,
     write_sparse_steps,
 )
-from torchtitan.protocols.state_dict_adapter import KeyMapping
+from torchtitan.protocols.state_dict_adapter import Concatenated, Identity, KeyMapping
 
 
 class Qwen3NextModel(ExpertLayers, GatedHybridDecoder):
@@ -69,3 +72,24 @@ _TYPE = ModelType(
 
 # Skips tensors that predict more than one token at once, as transformers does.
 FORMAT = dense_format({"qwen3_next": _TYPE}, without=("mtp.",))
+
+
+def _gguf_rows(config: Qwen3NextModel.Config) -> tuple[KeyMapping, ...]:
+    decays = Concatenated(0, groups=config.linear_num_key_heads)
+    return (
+        *POST_ATTENTION_NORM,
+        *delta_net_rows(Identity()),
+        fused(("in_b.weight", "in_a.weight"), "ssm_ba.weight", decays),
+    )
+
+
+GGUF = gguf_format(
+    Architecture(
+        name="qwen3next",
+        config=Qwen3NextModel.Config,
+        rotation=Rotation(part=True),
+        rows=_gguf_rows,
+        experts=Experts({"norm_topk_prob": True}, chosen=("shared_ffn_dim",)),
+        keys=delta_net_keys,
+    )
+)

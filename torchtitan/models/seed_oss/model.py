@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.gguf import POST_ATTENTION_NORM, Architecture, gguf_format
+from torchtitan.models.common.gguf import Architecture, gguf_format
+from torchtitan.models.common.gguf_rows import POST_ATTENTION_NORM
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 
 
