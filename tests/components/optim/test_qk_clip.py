@@ -12,6 +12,7 @@ from tests.processes import run_processes
 from tests.training import ABSENT, llama_config, run, tiny_config, train
 from torchtitan.components.checkpoint.dcp import DcpSource
 from torchtitan.components.checkpoint.state import ModelState
+from torchtitan.components.optim.freeze import Freeze
 from torchtitan.components.optim.qk_clip import QKClip
 from torchtitan.components.peft import LoRA
 from torchtitan.distributed import initialize_weights
@@ -85,6 +86,9 @@ def test_largest_scores_equal_float64(window, block, monkeypatch):
     assert (everything > attend.peaks_H + 1e-3).any()
 
 
+DORA = LoRA.Config(rank=2, dora=True)
+
+
 def attention_of(kind: str) -> GroupedQueryAttention:
     options = {
         "heads of their own": {},
@@ -94,6 +98,7 @@ def attention_of(kind: str) -> GroupedQueryAttention:
         "values of keys": {"keys_as_values": True},
         "sinks": {},
         "tempered": {},
+        "adapted": {},
     }[kind]
     attend = {
         "sinks": Attention(has_sinks=True),
@@ -102,6 +107,10 @@ def attention_of(kind: str) -> GroupedQueryAttention:
     n_keys = 2 if kind in ("shared keys", "sinks") else 4
     sizes = HeadSizes(dim=16, n_heads=4, n_kv_heads=n_keys, head_dim=8)
     attention = GroupedQueryAttention(sizes, attend, init_std=1.0, out_init_std=1.0, **options)
+    if kind == "adapted":
+        for name in ("wq", "wk", "wv", "wo"):
+            adapted = DORA.build().convert_layer(name, attention.get_submodule(name))
+            attention.set_submodule(name, adapted)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in attention.parameters():
@@ -138,6 +147,7 @@ def scale_rows(attention: nn.Module, factor_H: Tensor) -> None:
         "values of keys",
         "sinks",
         "tempered",
+        "adapted",
     ],
 )
 def test_weights_scale_scores_of_a_head_and_nothing_else(kind):
@@ -247,6 +257,50 @@ def test_training_clips_by_the_scores_of_the_step(tmp_path):
                 expected |= {key} if (factors < 1).any() else set()
         assert changed == expected
     assert 0 < n_clipped < 3 * config.n_layers * config.n_heads
+
+
+def test_training_clips_the_magnitudes_of_adapters(tmp_path):
+    """Frozen weights and low-rank matrices stay."""
+    options = {**OPTIONS, "training__steps": 2, "optimizer__name": "AdamW"}
+    clip = QKClip.Config(threshold=0.01)
+    trainer = train(tmp_path, DORA, clip, trainer_class=Recorder, **options)
+    key = "layers.0.attention.wq.magnitude"
+    for before, peaks, after in trainer.steps:
+        factors = (0.01 / peaks[0].double()).clamp(max=1)
+        ratios = (after[key].double() / before[key].double()).unflatten(0, (len(factors), -1))
+        torch.testing.assert_close(ratios.amax(1), factors, rtol=1e-5, atol=0)
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        assert key in changed and all(name.endswith("wq.magnitude") for name in changed)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_checkpoint__mode": "selective"},
+        pytest.param(
+            {
+                "activation_checkpoint__mode": "full",
+                "compile__enable": True,
+                "compile__backend": "aot_eager",
+            },
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_recomputed_and_compiled_layers_clip_as_others_do(options, tmp_path):
+    clip, name = QKClip.Config(threshold=THRESHOLD), {"optimizer__name": "AdamW"}
+    options = {**OPTIONS, **name, **options, "training__global_batch_size": 4}
+    plain = {**OPTIONS, **name, "training__global_batch_size": 4}
+    runs = [
+        train(tmp_path / str(number), clip, trainer_class=Recorder, **each)
+        for number, each in enumerate((plain, options))
+    ]
+    for (_, expected, _), (_, found, _) in zip(*(each.steps for each in runs), strict=True):
+        for ours, peaks_H in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, peaks_H, rtol=1e-4, atol=1e-5)
+    assert (
+        max(float(peaks_H.max()) for _, peaks, _ in runs[0].steps for peaks_H in peaks) > THRESHOLD
+    )
 
 
 class Twice(Recorder):
@@ -431,13 +485,13 @@ def test_layouts_clip_by_the_scores_of_all_ranks(tmp_path):
     ("options", "converters", "message"),
     [
         ({}, [QKClip.Config(threshold=0.0)], r"--model_converters\.qkclip\.threshold is 0\.0"),
-        (
-            {"compile__enable": True},
-            [QKClip.Config()],
-            "qkclip records scores outside of compiled code",
-        ),
         ({"training__dtype": "bfloat16"}, [QKClip.Config()], "changes weights by less than"),
-        ({}, [LoRA.Config(rank=2), QKClip.Config()], "its projections (have adapters|are frozen)"),
+        ({}, [LoRA.Config(rank=2), QKClip.Config()], "adapters without magnitudes"),
+        (
+            {"module": "qwen2"},
+            [DORA, QKClip.Config()],
+            r"its projections are frozen \(bias\)",
+        ),
         (
             {"optimizer__name": "ScheduleFreeAdamW", "lr_scheduler__decay_ratio": 0.0},
             [QKClip.Config()],
@@ -450,6 +504,12 @@ def test_refusals(tmp_path, options, converters, message):
     config.model_converters += converters
     with pytest.raises(UserError, match=message):
         config.check(world_size=1)
+
+
+def test_a_later_converter_that_freezes_projections_is_refused(tmp_path):
+    for converter in (LoRA.Config(rank=2), Freeze.Config(include=["attention"])):
+        with pytest.raises(UserError, match="do not follow its weights: its projections"):
+            train(tmp_path, QKClip.Config(), converter, **OPTIONS)
 
 
 def test_models_without_scores_that_follow_weights_are_refused():

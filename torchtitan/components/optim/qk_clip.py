@@ -25,7 +25,8 @@ class QKClip(ModelConverter):
     head by sqrt(t / S), or its queries alone by t / S where heads share keys.
 
     Attention computes the scores a second time, in blocks, for their maximum, which no kernel
-    returns.
+    returns; this part of compiled layers is not compiled. Of projections with DoRA, it scales the
+    magnitudes.
     """
 
     moves_weights = True
@@ -50,11 +51,6 @@ class QKClip(ModelConverter):
             parallelism: ParallelismConfig,
             compile: CompileConfig,
         ) -> None:
-            if compile.compiles_model:
-                raise UserError(
-                    f"{self.option} records scores outside of compiled code; set "
-                    "--compile.components loss, or disable --compile.enable"
-                )
             if training.dtype != "float32":
                 raise UserError(
                     f"{self.option} changes weights by less than --training.dtype "
@@ -72,7 +68,13 @@ class QKClip(ModelConverter):
         self.n_heads = {}
         for name, attention in _attention_of(model, self.config.option).items():
             attention.scores.records_peaks = True
+            # scores are recorded outside of compiled code
+            attention.scores.is_compiled = False
             self.n_heads[name] = attention.n_heads
+
+    def post_init_hook(self, model_parts: list[nn.Module]) -> None:
+        """Raise `UserError` if a later converter keeps scores from following the weights."""
+        _check_scores(_all(model_parts), self.config.option)
 
     def pre_step_hook(self, model_parts: list[nn.Module], step: int) -> None:
         _forget_peaks(_all(model_parts))  # of a step that was not taken
@@ -128,10 +130,14 @@ def _attention_of(model: nn.Module, option: str) -> dict[str, ScaledScores]:
     }
     if not found:
         raise UserError(f"{option}: the model has no attention whose scores it can limit")
-    for name, attention in found.items():
-        if reason := attention.reason_not_to_scale():
-            raise UserError(f"{option}: the scores of {name} do not follow its weights: {reason}")
+    _check_scores(found, option)
     return found
+
+
+def _check_scores(layers: Mapping[str, ScaledScores], option: str) -> None:
+    for name, layer in layers.items():
+        if reason := layer.reason_not_to_scale():
+            raise UserError(f"{option}: the scores of {name} do not follow its weights: {reason}")
 
 
 def _multiply_rows(parameter: Tensor, factor_E: Tensor) -> None:

@@ -215,7 +215,8 @@ class Attention(nn.Module):
         scale = head_dim**-0.5 if self.scale is None else self.scale
         ranges = _seen_ranges(attention, q_BLHD.device)
         peaks_H = scale * largest_scores(q_BLHD[..., :head_dim], k_BLKD, *ranges)
-        self.peaks_H = peaks_H if self.peaks_H is None else torch.maximum(self.peaks_H, peaks_H)
+        # Also of the first ones, since a recomputation must call the same operations.
+        self.peaks_H = torch.maximum(peaks_H if self.peaks_H is None else self.peaks_H, peaks_H)
 
 
 class GivingAttention(Attention):
@@ -517,13 +518,17 @@ class GroupedQueryAttention(ScaledScores):
     def reason_not_to_scale(self) -> str:
         if self.q_norm is not None or self.q_wide_norm is not None:
             return "norms of queries and keys follow the projections"
-        return reason_not_to_scale(self.wq, self.wk)
+        return reason_not_to_scale(self.wq, *([] if self._shares_keys else [self.wk]))
+
+    @property
+    def _shares_keys(self) -> bool:
+        """True if something else needs the keys of a head as they are: other heads, or values."""
+        return self.wv is None or self.wk.out_features < self.wo.in_features
 
     def rows_of_scores(self, factor_H: Tensor) -> list[tuple[Tensor, Tensor]]:
-        is_shared = self.wv is None or self.wk.out_features < self.wo.in_features
-        factor_H = factor_H if is_shared else factor_H.sqrt()
+        factor_H = factor_H if self._shares_keys else factor_H.sqrt()
         q_HD = factor_H[:, None].expand(-1, self.head_dim)
-        k_rows = [] if is_shared else rows_of(self.wk, q_HD.flatten())
+        k_rows = [] if self._shares_keys else rows_of(self.wk, q_HD.flatten())
         if self.gated:
             q_HD = torch.cat((q_HD, torch.ones_like(q_HD)), dim=1)
         return [*rows_of(self.wq, q_HD.flatten()), *k_rows]

@@ -27,14 +27,26 @@ def largest_scores(
 def reason_not_to_scale(*projections: nn.Module) -> str:
     """Return what keeps scores from following the weights of linear layers, "" for nothing."""
     for projection in projections:
-        named = dict(projection.named_parameters())
-        if not named.keys() <= {"weight", "bias"}:
-            return "its projections have adapters"
-        if not all(parameter.requires_grad for parameter in named.values()):
-            return "its projections are frozen"
+        rows = _row_parameters(projection)
+        if hasattr(projection, "lora_B") and "magnitude" not in rows:
+            return (
+                "its projections have adapters without magnitudes, which alone scale rows of a "
+                "frozen weight (DoRA)"
+            )
+        if frozen := [name for name, each in rows.items() if not each.requires_grad]:
+            return f"its projections are frozen ({', '.join(frozen)})"
     return ""
 
 
 def rows_of(projection: nn.Module, factor_E: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return the parameters of a linear layer, with the factor of each output."""
-    return [(parameter, factor_E) for parameter in projection.parameters()]
+    """Return the parameters of a linear layer that scale its outputs, with the factor of each
+    output."""
+    return [(parameter, factor_E) for parameter in _row_parameters(projection).values()]
+
+
+def _row_parameters(projection: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters whose rows, all multiplied by a factor, multiply the outputs by it: of
+    DoRA, the magnitude of each row in place of the frozen matrix and its adapter."""
+    named = dict(projection.named_parameters(recurse=False))
+    matrix = "magnitude" if "magnitude" in named else "weight"
+    return {name: named[name] for name in (matrix, "bias") if name in named}
