@@ -267,6 +267,16 @@ def write_count(tensor: "Tensor") -> int:
     return tensor._version
 
 
+@contextlib.contextmanager
+def keep_write_count(tensor: "Tensor") -> Iterator[None]:
+    """Do not count changes of a tensor in the block, so that a backward pass accepts a saved tensor
+    whose memory was freed and is filled again with the same values."""
+    import torch
+
+    with torch.autograd._unsafe_preserve_version_counter(tensor):
+        yield
+
+
 def process_groups() -> list["dist.ProcessGroup"]:
     """Return all process groups of this process, which PyTorch lists nowhere else."""
     from torch.distributed import distributed_c10d

@@ -38,11 +38,11 @@ def nearest(value: float, numbers: list[float]) -> float:
     return float(np.copysign(numbers[places[0]], value))
 
 
-def model_of_mxfp8(block: list[float]) -> list[float]:
-    """Return the values of a block of 32 finite float32 numbers."""
+def model_of_mxfp8(block: list[float]) -> tuple[list[float], float]:
+    """Return the values and the scale of a block of 32 finite float32 numbers."""
     ratio = np.float32(max(map(abs, block))) / np.float32(448)
     scale = next(2.0**e for e in range(-127, 128) if 2.0**e >= ratio or e == 127)
-    return [nearest(x / scale, E4M3) * scale for x in block]
+    return [nearest(x / scale, E4M3) * scale for x in block], scale
 
 
 def model_of_nvfp4(rows: np.ndarray) -> np.ndarray:
@@ -107,8 +107,9 @@ def test_mxfp8_matches_the_format_in_float64():
     blocks = hostile(32)
     cast = mxfp8(blocks)
     exact = cast.elements.double() * cast.scales.double()
-    for block, values in zip(blocks.tolist(), exact.tolist(), strict=True):
-        assert values == model_of_mxfp8(block)
+    scales = cast.scales.flatten().tolist()
+    for block, values, scale in zip(blocks.tolist(), exact.tolist(), scales, strict=True):
+        assert (values, scale) == model_of_mxfp8(block)
     # one rounding error of at most half a step of E4M3, or of its smallest number
     bound = torch.maximum(blocks.abs().double() / 16, cast.scales.double() * 2.0**-10)
     assert ((exact - blocks).abs() <= bound).all()

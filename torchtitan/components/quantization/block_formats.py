@@ -64,17 +64,29 @@ def mxfp8(x: Tensor) -> Blocks:
     """
     blocks = x.float().unflatten(-1, (-1, MXFP8_BLOCK))
     largest = blocks.abs().amax(-1)
-    # mantissa in [0.5, 1), so that ceil(log2) is exact
-    mantissa, exponent = torch.frexp(largest / _E4M3_LARGEST)
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(*_E8M0_EXPONENTS)
-    exponent = torch.where(largest == 0, _E8M0_EXPONENTS[0], exponent)
-    exponent = torch.where(largest.isinf(), _E8M0_EXPONENTS[1], exponent)
-    scales = torch.ldexp(torch.where(largest.isnan(), largest, 1.0), exponent)
-    # in two steps, since float32 has no 2¹²⁷ times 2, nor its inverse as a normal number
-    half = exponent // 2
-    scaled = torch.ldexp(torch.ldexp(blocks, -half[..., None]), (half - exponent)[..., None])
+    exponents = mxfp8_exponents(largest)
+    scales = torch.ldexp(torch.where(largest.isnan(), largest, 1.0), exponents)
+    scaled = times_power_of_2(blocks, -exponents[..., None])
     elements = _to_e4m3(torch.where(largest.isnan()[..., None], torch.nan, scaled))
     return Blocks(elements.flatten(-2), scales, scales.new_ones(()))
+
+
+def mxfp8_exponents(largest: Tensor) -> Tensor:
+    """Return the exponents, int32, of the scales of blocks with these largest absolute values,
+    float32; of a block with NaN, any."""
+    # mantissa in [0.5, 1), so that ceil(log2) is exact
+    mantissa, exponents = torch.frexp(largest / _E4M3_LARGEST)
+    exponents = torch.where(mantissa == 0.5, exponents - 1, exponents).clamp(*_E8M0_EXPONENTS)
+    # also of the smallest numbers, whose quotients are 0 in float32
+    exponents = torch.where(mantissa == 0, _E8M0_EXPONENTS[0], exponents)
+    return torch.where(largest.isinf(), _E8M0_EXPONENTS[1], exponents)
+
+
+def times_power_of_2(x: Tensor, exponents: Tensor) -> Tensor:
+    """Return `x · 2^exponents`, float32, exact unless the result is too small or large. In two
+    steps, since float32 has no 2¹²⁷ times 2, nor its inverse as a normal number."""
+    half = exponents // 2
+    return torch.ldexp(torch.ldexp(x, half), exponents - half)
 
 
 def float8_rows(x: Tensor) -> Blocks:

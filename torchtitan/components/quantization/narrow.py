@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from torchtitan.components.quantization.block_formats import MXFP8_BLOCK, NVFP4_BLOCK, SIGNS
-from torchtitan.components.quantization.narrow_gathers import NVFP4Gathers
+from torchtitan.components.quantization.narrow_gathers import NVFP4Gathers, gather_mxfp8
 from torchtitan.components.quantization.narrow_products import (
     EmulatedProducts,
     MXFP8Products,
@@ -71,6 +71,15 @@ class BlockConverter(NarrowConverter):
                     f"bfloat16 or {self.option}.emulate"
                 )
 
+        def check_gather(self, name: str, training: TrainingConfig) -> None:
+            """Raise `UserError` if a narrow gather cannot be combined with the training."""
+            if training.enable_cpu_offload:
+                raise UserError(
+                    f"{self.option}.{name} cannot be combined with --training.enable_cpu_offload, "
+                    "since FSDP copies weights to the device before it gathers them; leave out one "
+                    "of them"
+                )
+
     config: Config
 
     @property
@@ -121,7 +130,30 @@ class MXFP8(BlockConverter):
         """torchao's recipes: scales rounded up to a power of 2; `wgrad_with_hp` computes the
         weights' gradient from unrounded operands."""
 
+        fsdp_mxfp8_all_gather: bool = False
+        """FSDP gathers the weights of linear layers in 11.5 bits each, which decide how both
+        products round them; results are bitwise identical. Unpacked, they need bfloat16's memory
+        in addition."""
+
+        def check_run(
+            self,
+            *,
+            training: TrainingConfig,
+            parallelism: ParallelismConfig,
+            compile: CompileConfig,
+        ) -> None:
+            BlockConverter.Config.check_run(
+                self, training=training, parallelism=parallelism, compile=compile
+            )
+            if self.fsdp_mxfp8_all_gather:
+                self.check_gather("fsdp_mxfp8_all_gather", training)
+
     config: Config
+
+    def post_init_hook(self, model_parts: list[nn.Module]) -> None:
+        """Let FSDP gather fewer bits, if set. Raise `UserError` if it cannot."""
+        if self.config.fsdp_mxfp8_all_gather:
+            gather_mxfp8(model_parts, self.config.option)
 
     def products(self) -> Products:
         wide = self.config.recipe == "mxfp8_rceil_wgrad_with_hp"
@@ -149,9 +181,7 @@ class NVFP4(BlockConverter):
 
         fsdp_nvfp4_all_gather: bool = False
         """FSDP gathers the weights of linear layers in NVFP4, 4.03 bits each; results are bitwise
-        identical. Only of emulated products, since the kernels round whole weights themselves.
-        MXFP8 has no such option: its two products with a weight round it along other dimensions,
-        so both need 16.5 bits, more than bfloat16."""
+        identical. Only of emulated products, since the kernels round whole weights themselves."""
 
         def check_run(
             self,
@@ -165,25 +195,17 @@ class NVFP4(BlockConverter):
             )
             emulates = self.emulate or reason_to_emulate()
             if self.fsdp_nvfp4_all_gather:
-                self._check_gathers(emulates=bool(emulates), offload=training.enable_cpu_offload)
+                if not emulates:
+                    raise UserError(
+                        f"{self.option}.fsdp_nvfp4_all_gather: torchao's kernels round whole "
+                        f"weights; remove this option, or set {self.option}.emulate"
+                    )
+                self.check_gather("fsdp_nvfp4_all_gather", training)
             whole = self.stochastic_rounding and self.hadamard_transforms
             if not (whole or emulates):
                 raise UserError(
                     f"{self.option}: torchao's kernels have stochastic rounding and Hadamard "
                     f"transforms; set {self.option}.emulate to train without"
-                )
-
-        def _check_gathers(self, *, emulates: bool, offload: bool) -> None:
-            name = f"{self.option}.fsdp_nvfp4_all_gather"
-            if not emulates:
-                raise UserError(
-                    f"{name}: torchao's kernels round whole weights; remove this option, or set "
-                    f"{self.option}.emulate"
-                )
-            if offload:
-                raise UserError(
-                    f"{name} cannot be combined with --training.enable_cpu_offload, since FSDP "
-                    "copies weights to the device before it gathers them; leave out one of them"
                 )
 
     config: Config

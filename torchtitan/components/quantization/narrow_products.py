@@ -235,7 +235,8 @@ def _multiply(
 ) -> Tensor:
     if isinstance(x, FakeTensor):  # a dry run counts the products of a device that has them
         return F.linear(x, weight)
-    return products.multiply(x.flatten(0, -2), weight, group).unflatten(0, x.shape[:-1])
+    y_NO = products.multiply(x.reshape(-1, x.shape[-1]), weight, group)
+    return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
 
 
 def _multiply_shards(products: Products, x: Any, weight: Tensor) -> Tensor:
