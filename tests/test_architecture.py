@@ -209,6 +209,7 @@ OTHERS = {
         "_new_buffer",
         "_to_mxfp8_then_scaled_mm",
         "_to_mxfp8_then_scaled_grouped_mm",
+        "_to_fp8_rowwise_then_scaled_grouped_mm",
     },
     "transformers": {
         "_adjust_missing_and_unexpected_keys",

@@ -5,6 +5,7 @@ import dataclasses
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.distributed.test_parallel_dims import fake_rank
 from tests.processes import run_processes
 from tests.training import read_metrics, read_validation, tiny_config, train
 from torchtitan.components.optim.freeze import Freeze
+from torchtitan.components.quantization import float8 as float8_module
 from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.components.quantization.narrow_products import NarrowExperts
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -189,7 +191,7 @@ def test_converting_no_layer_is_rejected():
     ("options", "reason"),
     [
         ({}, r"which only --.*recipe rowwise multiplies"),
-        ({"recipe": "rowwise", "emulate": False}, r"kernels need groups of a multiple of 16"),
+        ({"recipe": "rowwise", "emulate": False}, r"kernels need a GPU of compute capability 9\.0"),
     ],
 )
 def test_routed_experts_are_skipped_and_rejected_if_named(log, options, reason):
@@ -210,6 +212,54 @@ def test_routed_experts_are_converted_by_rows():
         isinstance(experts.get_submodule(f"layers.{layer}.moe.experts"), NarrowExperts)
         for layer in range(2)
     )
+
+
+@pytest.mark.parametrize("counts", [(16, 32), (1, 0, 17, 0), (0, 0, 5), (0, 0)])
+def test_rows_of_experts_are_padded_for_kernels(counts, monkeypatch):
+    """A stand-in for the kernels refuses groups of other sizes and matrices in another order, as
+    they do, and multiplies exactly. It leaves rows after the last group unwritten, here NaN."""
+
+    def multiply(rows: Tensor, weights: Tensor, ends: Tensor, **options: Any) -> Tensor:
+        assert options == {"pad_token_groups_for_grouped_mm": False} and ends.dtype == torch.int32
+        assert (ends % 16 == 0).all() and len(rows) % 16 == 0 and ends[-1] <= len(rows)
+        assert rows.is_contiguous() and weights.mT.is_contiguous()
+        starts = [0, *ends[:-1].tolist()]
+        groups = zip(starts, ends.tolist(), weights, strict=True)
+        parts = [rows[first:last] @ weight for first, last, weight in groups]
+        rest = rows.new_full((len(rows) - int(ends[-1]), weights.shape[2]), torch.nan)
+        return torch.cat([*parts, rest])
+
+    library = SimpleNamespace(_to_fp8_rowwise_then_scaled_grouped_mm=multiply)
+    monkeypatch.setattr(float8_module, "import_torchao", lambda name: library)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(sum(counts), 32, generator=generator, requires_grad=True)
+    weights = torch.randn(len(counts), 48, 32, generator=generator, requires_grad=True)
+    ends = torch.tensor(counts).cumsum(0).int()
+    expected = torch.cat(
+        [part @ weight.T for part, weight in zip(rows.split(counts), weights, strict=True)]
+    )
+    gradient = torch.randn(expected.shape, generator=generator)
+    wanted = torch.autograd.grad(expected, (rows, weights), gradient)
+    y = float8_module._Float8Kernels().multiply_experts(rows, weights, ends, None)
+    found = torch.autograd.grad(y, (rows, weights), gradient)
+    for ours, plain in zip((y, *found), (expected, *wanted), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_multiply_experts_on_hopper(monkeypatch):
+    for capability, recipe, is_converted in (
+        ((9, 0), "rowwise", True),
+        ((9, 0), "tensorwise", False),
+        ((10, 0), "rowwise", False),
+    ):
+        pretend_gpu(monkeypatch, capability)
+        experts = model(module="qwen3_moe", model__vocab_size=2048)
+        float8(emulate=False, recipe=recipe).build().convert(experts)
+        layer: Any = experts.get_submodule("layers.0.moe.experts")
+        assert isinstance(layer, NarrowExperts) == is_converted, capability
+        if is_converted:
+            assert type(layer.products) is float8_module._Float8Kernels
+            assert layer.part_multiple == 16
 
 
 class Other(LayerConverter):

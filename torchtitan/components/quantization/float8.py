@@ -1,5 +1,5 @@
-"""`Float8LinearConverter`: linear layers computed in 8-bit floating point by torchao, and routed
-experts, emulated.
+"""`Float8LinearConverter`: linear layers and routed experts computed in 8-bit floating point by
+torchao.
 
 A tensor t becomes float8(s t), with the scale s = max / max |t| over the whole tensor
 ("tensorwise") or over each row of a product's operand ("rowwise"); max is the largest number of the
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from torchtitan.components.quantization.narrow_products import Float8Products, narrow_experts
 from torchtitan.components.quantization.wide_layers import NarrowConverter
@@ -35,6 +36,9 @@ first."""
 _CAPABILITY = (8, 9)
 """CUDA compute capability of the first GPUs with float8 products (Ada)."""
 
+_CAPABILITY_OF_EXPERTS = (9, 0)
+"""CUDA compute capability of the GPUs with float8 products of experts (Hopper)."""
+
 
 class Float8LinearConverter(NarrowConverter):
     """Computes the forward product and both backward products of linear layers in float8. On a GPU,
@@ -47,8 +51,8 @@ class Float8LinearConverter(NarrowConverter):
 
         recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
         """Scales of whole tensors (the fastest), of rows (more accurate; powers of 2), or of rows
-        with the weights' gradient in the higher precision (the most accurate). Only "rowwise", with
-        emulation, converts routed experts."""
+        with the weights' gradient in the higher precision (the most accurate). Only "rowwise"
+        converts routed experts, on GPUs of compute capability 9.0 or with emulation."""
 
         emulate: bool = False
         """Round like float8, but multiply in float32: runs everywhere, slower than without
@@ -108,16 +112,18 @@ class Float8LinearConverter(NarrowConverter):
             option = self.config.option
             if self.config.recipe != "rowwise":
                 return f"routed experts, which only {option}.recipe rowwise multiplies"
-            if not self.config.emulate:
+            if not self.config.emulate and not _multiplies_experts():
                 return (
-                    "routed experts, since torchao's kernels need groups of a multiple of 16 "
-                    f"tokens ({option}.emulate has no such limit)"
+                    "routed experts, since their kernels need a GPU of compute capability 9.0 "
+                    f"({option}.emulate needs none)"
                 )
         return NarrowConverter.reason_to_skip(self, name, layer)
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
         if isinstance(layer, StackedExperts):
-            return narrow_experts(layer, Float8Products(), part_multiple=1)
+            if self.config.emulate:
+                return narrow_experts(layer, Float8Products(), part_multiple=1)
+            return narrow_experts(layer, _Float8Kernels(), part_multiple=_ALIGNMENT)
         float8 = import_torchao("torchao.float8")
         settings = dataclasses.replace(
             float8.Float8LinearConfig.from_recipe_name(self.config.recipe),
@@ -174,6 +180,42 @@ class Float8LinearConverter(NarrowConverter):
                     f"{canonical_name(name)} cannot be sharded evenly over {ranks} ranks; remove "
                     f"this option, or exclude the layer ({option}.exclude)"
                 )
+
+
+class _Float8Kernels:
+    """torchao's products of experts with rowwise scales. Their results are in bfloat16."""
+
+    def multiply(
+        self, x_NI: Tensor, weight_OI: Tensor, group: ProcessGroup | None = None
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def multiply_experts(
+        self, rows_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor, group: ProcessGroup | None
+    ) -> Tensor:
+        """Kernels sum over whole groups of 16 rows in the weights' gradient, so each expert gets
+        rows of zeros, which change no scale of another row, up to a multiple. Nothing waits for the
+        numbers of rows."""
+        library = import_torchao("torchao.prototype.moe_training.fp8_grouped_mm")
+        counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        padded_E = -(-counts_E // _ALIGNMENT) * _ALIGNMENT
+        padded_ends_E = padded_E.cumsum(0, dtype=torch.int32)
+        moved_E = (padded_ends_E - padded_E) - (ends_E - counts_E)
+        places_R = torch.arange(len(rows_RI), device=rows_RI.device)
+        places_R = places_R + moved_E[torch.searchsorted(ends_E, places_R, right=True)]
+        n_padded = len(rows_RI) + _ALIGNMENT * len(ends_E)  # at most
+        n_padded = -(-n_padded // _ALIGNMENT) * _ALIGNMENT
+        padded_rows = rows_RI.new_zeros(n_padded, rows_RI.shape[1]).index_copy(0, places_R, rows_RI)
+        y_PO: Tensor = library._to_fp8_rowwise_then_scaled_grouped_mm(
+            padded_rows, weight_EOI.mT, padded_ends_E, pad_token_groups_for_grouped_mm=False
+        )
+        return y_PO[places_R].to(rows_RI.dtype)
+
+
+def _multiplies_experts() -> bool:
+    return (
+        torch.cuda.is_available() and torch.cuda.get_device_capability() == _CAPABILITY_OF_EXPERTS
+    )
 
 
 def _give_plain_weight(
