@@ -1,14 +1,15 @@
 """Runs, table and figure of docs/quantization.md:
 
-    python docs/figures/narrow_types.py train FOLDER TEXT [MODEL/TYPE ...]
-    python docs/figures/narrow_types.py draw FOLDER
+    python docs/figures/narrow_types.py train FOLDER TEXT SEED [MODEL/TYPE ...]
+    python docs/figures/narrow_types.py draw FOLDER [FOLDER ...]
 
 `train` trains a small Llama and a small mixture of experts on nine tenths of a text file, in each
-type with the same seed, and validates them on the rest. `draw` prints the table of the runs in
-FOLDER and writes the figure.
+type with the same seed, and validates them on the rest. `draw` prints the table of the runs in the
+folders, one for each seed, and writes the figure of the first.
 """
 
 import dataclasses
+import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ class NarrowHead(CrossEntropyLoss):
         return super().__call__(logits_NV.view(*labels_BL.shape, -1), None, labels_BL, **options)
 
 
-def configuration(model: str, kind: str, folder: Path) -> Trainer.Config:
+def configuration(model: str, kind: str, folder: Path, seed: int) -> Trainer.Config:
     """Return the configuration of a run."""
     registry, sizes = MODELS[model]
     spec = registry("debugmodel")
@@ -80,6 +81,7 @@ def configuration(model: str, kind: str, folder: Path) -> Trainer.Config:
         dataclasses.replace(spec, model=dataclasses.replace(spec.model, **SIZES, **sizes))
     )
     config.dump_folder = str(folder / model / kind)
+    config.debug.seed = seed
     training, validator = config.training, config.validator
     training.steps, training.seq_len, training.local_batch_size = STEPS, 64, 4
     training.mixed_precision_param = "bfloat16" if kind == "bfloat16" else "float32"
@@ -92,7 +94,7 @@ def configuration(model: str, kind: str, folder: Path) -> Trainer.Config:
     return config
 
 
-def train(folder: Path, text: Path, chosen: list[str]) -> None:
+def train(folder: Path, text: Path, seed: int, chosen: list[str]) -> None:
     """Train every model in every type, or the chosen ones."""
     folder.mkdir(parents=True, exist_ok=True)
     whole = text.read_text()
@@ -103,41 +105,47 @@ def train(folder: Path, text: Path, chosen: list[str]) -> None:
         for kind in TYPES:
             if chosen and f"{model}/{kind}" not in chosen:
                 continue
-            config = configuration(model, kind, folder)
+            config = configuration(model, kind, folder, seed)
             config.check(1)
             trainer = config.build()
             trainer.train()
             trainer.close()
 
 
-def row(run: Path, reference: Path) -> list[str]:
-    """Return the steps of a run, its mean loss over the last 50, the difference from a reference at
-    the same steps, and the last validation loss if the run is complete."""
-    losses, others = dict(points(run, "loss")), dict(points(reference, "loss"))
-    last = max(losses)
+def cells(run: Path, reference: Path) -> list[str]:
+    """Return the mean loss of a complete run over the last 50 steps, its difference from that of a
+    reference, and the last validation loss; dashes for another run."""
+    if not (run / "metrics.jsonl").exists() or len(points(run, "loss")) < STEPS:
+        return ["-"] * 3
     own, base = (
-        mean(x for step, x in each.items() if last - 50 < step <= last) for each in (losses, others)
+        mean(x for step, x in points(each, "loss") if step > STEPS - 50)
+        for each in (run, reference)
     )
-    validation = f"{points(run, 'validation_loss')[-1][1]:.4f}" if last == STEPS else ""
-    return [str(last), f"{own:.4f}", f"{100 * (own / base - 1):+.2f} %", validation]
+    last_validation = points(run, "validation_loss")[-1][1]
+    return [f"{own:.4f}", f"{100 * (own / base - 1):+.2f} %", f"{last_validation:.4f}"]
 
 
-def main(action: str, folder: str, *others: str) -> None:
-    if action == "train":
-        return train(Path(folder), Path(others[0]), list(others[1:]))
+def show(folders: list[Path]) -> None:
+    """Print the table, with three columns for each folder, and draw the first folder's runs."""
     panels = []
     for model in MODELS:
         lines = []
         for kind in TYPES:
-            run = Path(folder) / model / kind
-            if not (run / "metrics.jsonl").exists():
-                continue
-            cells = row(run, Path(folder) / model / "bfloat16")
-            print(f"| {model} | {kind} | {' | '.join(cells)} |")
+            runs = [folder / model / kind for folder in folders]
+            parts = [cells(run, run.with_name("bfloat16")) for run in runs]
+            print(f"| {model} | {kind} | {' | '.join(itertools.chain(*parts))} |")
             if kind in ("bfloat16", "MXFP8", "NVFP4"):
-                lines.append((kind, points(run, "loss")))
+                lines.append((kind, points(runs[0], "loss")))
         panels.append((f"training loss: {model}", lines))
     (Path(__file__).parent / "narrow_types.svg").write_text(draw(panels))
+
+
+def main(action: str, *words: str) -> None:
+    if action == "train":
+        folder, text, seed, *chosen = words
+        train(Path(folder), Path(text), int(seed), chosen)
+    else:
+        show([Path(folder) for folder in words])
 
 
 if __name__ == "__main__":
