@@ -275,6 +275,52 @@ def experts(size: Size) -> Numbers:
     return {"milliseconds": 1000 * seconds, "tflops": flops / seconds / 1e12}
 
 
+def recurrences(size: Size) -> Numbers:
+    """Measure forward and backward pass of the recurrent layers of Qwen3-Next, Kimi Linear and
+    Nemotron-H on 8,192 tokens in packed documents: by the kernel of a package, in chunks, and in
+    compiled chunks."""
+    from torchtitan.models.common.delta_net import GatedDeltaNet
+    from torchtitan.models.common.kimi_delta import KimiDeltaNet
+    from torchtitan.models.common.mamba import Mamba2, MambaConfig
+    from torchtitan.protocols.attention import AttentionMetadata
+
+    batch, length, heads, width, dim = (1, 64, 2, 16, 32) if size.toy else (4, 2048, 32, 128, 2048)
+    shared = {"dim": dim, "norm_eps": 1e-6, "init_std": 0.02, "out_init_std": 0.02}
+    sizes = {"key_head_dim": width, "value_head_dim": width, "conv_kernel_dim": 4}
+    groups = {"head_dim": width // 2, "state_dim": width, "n_groups": heads // 2}
+    layers: dict[str, Any] = {
+        "gated delta net": GatedDeltaNet(
+            num_key_heads=heads // 2, num_value_heads=heads, **sizes, **shared
+        ),
+        "Kimi delta attention": KimiDeltaNet(
+            n_heads=heads, head_dim=width, conv_kernel_dim=4, **shared
+        ),
+        "Mamba 2": Mamba2(MambaConfig(n_heads=2 * heads, **groups), **shared),
+    }
+    positions = torch.arange(length).remainder(length // 4).expand(batch, -1)
+    attention = AttentionMetadata.from_positions(positions).to(size.device)
+    dtype = torch.float32 if size.toy else torch.bfloat16
+    results: Numbers = {}
+    for name, layer in layers.items():
+        layer = layer.to(size.device, dtype)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.normal_(std=0.02)
+        x_BLD = torch.randn(batch, length, dim, device=size.device, dtype=dtype, requires_grad=True)
+        kernel, inputs = layer.fused, [x_BLD, *layer.parameters()]
+        backend = "aot_eager" if size.toy else "inductor"
+        ways = {"in chunks": layer, "in compiled chunks": torch.compile(layer, backend=backend)}
+        results[name] = {}
+        for way, call in {**({"kernel": layer} if kernel else {}), **ways}.items():
+            layer.fused = kernel if way == "kernel" else None
+
+            def compute(call: Any = call, x: Any = x_BLD, inputs: Any = inputs) -> None:
+                torch.autograd.grad(call(x, None, attention).sum(), inputs)
+
+            results[name][way] = 1000 * median_seconds(size.device, compute)
+    return {"milliseconds": results}
+
+
 def generation(size: Size) -> Numbers:
     """Measure generation with the 1B model and random weights: the prompts, then new tokens, greedy
     and sampled."""
@@ -486,6 +532,7 @@ ROWS: dict[str, Callable[[Size], Numbers]] = {
     "generation": generation,
     "generation without CUDA graphs": generation_without_graphs,
     "experts": experts,
+    "recurrences": recurrences,
     "image back ends": image_back_ends,
     **{f"1B loss chunks of {n}": partial(loss_chunks, chunk_tokens=n) for n in (1024, 2048, 8192)},
     "8B start-up": start_up,

@@ -21,6 +21,7 @@ active_environment_suffices() {
         diffusion) packages+=(transformers pillow diffusers) ;;
         docs) packages+=(mkdocs-material mkdocstrings-python) ;;
         eval) packages+=(lm-eval) ;;
+        fla) packages+=(fla-core) ;;
         openenv) packages+=(openenv) ;;
         verifiers) packages+=(verifiers) ;;
         gguf) packages+=(gguf) ;;
@@ -35,8 +36,8 @@ active_environment_suffices() {
         wandb) packages+=(wandb) ;;
         "") ;;
         *)
-            echo "EXTRA is '$1', but must be one of classify, dev, diffusion, docs, eval, gguf," \
-                "math, mergekit, openenv, quantization, sentencepiece, serve, transformers," \
+            echo "EXTRA is '$1', but must be one of classify, dev, diffusion, docs, eval, fla," \
+                "gguf, math, mergekit, openenv, quantization, sentencepiece, serve, transformers," \
                 "verifiers, vision, vllm, wandb" >&2
             exit 2
             ;;

@@ -278,7 +278,11 @@ def test_version_is_consistent():
 def test_every_development_dependency_is_pinned():
     extras = dict(METADATA["optional-dependencies"])
     del extras["vllm"]  # brings its own torch, and needs a GPU
-    for name in ("openenv", "verifiers"):  # not part of dev; their tests are skipped without them
+    for name in (
+        "openenv",
+        "verifiers",
+        "fla",
+    ):  # not part of dev; their tests are skipped without them
         del extras[name]
     wanted = {re.match(r"[\w.-]+", line)[0].lower() for lines in extras.values() for line in lines}  # type: ignore[index]
     assert wanted - {"torchtitan"} <= set(pins())

@@ -671,7 +671,7 @@ class TestScripts:
         code, calls, printed = self.run(checkout, "run_train.sh", EXTRA="torchao")
         assert (code, calls) == (2, [])
         groups = (
-            "classify, dev, diffusion, docs, eval, gguf, math, mergekit, openenv, quantization, "
+            "classify, dev, diffusion, docs, eval, fla, gguf, math, mergekit, openenv, quantization, "
             "sentencepiece, serve, transformers, verifiers, vision, vllm, wandb"
         )
         assert printed == f"EXTRA is 'torchao', but must be one of {groups}\n"

@@ -65,7 +65,9 @@ class Recurrence(OwnHeads):
             inputs = self.exchange.to_heads(inputs, attention, self.shared_inputs)
         documents_BL = document_numbers(inputs[0], attention)
         state = (attention.states or {}).get(self)
-        out_BLH, state = self.recur(*inputs, documents_BL=documents_BL, state=state)
+        out_BLH, state = self.recur(
+            *inputs, documents_BL=documents_BL, state=state, attention=attention
+        )
         if attention.states is not None:
             attention.states[self] = state
         if self.exchange is not None:
@@ -78,14 +80,18 @@ class Recurrence(OwnHeads):
         channels of a head are contiguous; ranks divide the last dimension of each."""
 
     @abstractmethod
-    def recur(self, *inputs: Tensor, documents_BL: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def recur(
+        self, *inputs: Tensor, documents_BL: Tensor, state: Any, attention: AttentionMetadata
+    ) -> tuple[Tensor, Any]:
         """Return the result, (B, L, heads or channels, …), and the state after the last token: a
-        tensor or nested tuples of tensors, each with B rows.
+        tensor or nested tuples of tensors, each with B rows. Without `attention.states`, the state
+        is not used, and may be None.
 
         Args:
             documents_BL: number of each token's document, (B or 1, L); documents do not see each
                 other. 0: the document of `state`.
             state: after the tokens before these; None: no tokens before.
+            attention: of the rows, for kernels that take the boundaries of documents.
         """
 
     @abstractmethod

@@ -17,8 +17,10 @@ from torchtitan.models.common.chunks import Chunks
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.document_conv import DocumentConv
 from torchtitan.models.common.feed_forward import Activation, make_linear
+from torchtitan.models.common.fused_recurrences import fused_recurrence, is_fusable
 from torchtitan.models.common.mixers import ATTENTION, HybridDecoder, MixerKind
 from torchtitan.models.common.norms import OffsetRMSNorm, RMSNorm
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.initializer import Constant, LogUniform, with_initializers
 from torchtitan.protocols.recurrence import Recurrence
 from torchtitan.protocols.sharding import TensorSharding, with_features
@@ -44,6 +46,9 @@ class GatedDeltaNet(Recurrence):
 
     gate: Activation = staticmethod(F.silu)
 
+    recurrence: ClassVar[str] = "gated delta rule"
+    """Name of the recurrence in `fused_recurrences.KERNELS`."""
+
     def __init__(
         self,
         *,
@@ -62,7 +67,7 @@ class GatedDeltaNet(Recurrence):
         self.largest_beta = largest_beta
         assert num_value_heads % num_key_heads == 0
         self.key_head_dim, self.value_head_dim = key_head_dim, value_head_dim
-        self.repeats = num_value_heads // num_key_heads
+        self.fused = fused_recurrence(self.recurrence, key_head_dim, value_head_dim)
         key_dim, value_dim = num_key_heads * key_head_dim, num_value_heads * value_head_dim
 
         # Names that attention does not use: a model has both kinds of layers, and its tables tell
@@ -86,7 +91,9 @@ class GatedDeltaNet(Recurrence):
         parts = self.in_q, self.in_k, self.in_v, self.in_a, self.in_b
         return tuple(part(x_BLD) for part in parts)
 
-    def recur(self, *inputs: Tensor, documents_BL: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def recur(
+        self, *inputs: Tensor, documents_BL: Tensor, state: Any, attention: AttentionMetadata
+    ) -> tuple[Tensor, Any]:
         """Return the values that the states return for the queries, (B, L, H, F)."""
         precise = torch.promote_types(inputs[0].dtype, torch.float32)
         *qkv, decay_BLJ, beta_BLH = (each.to(precise) for each in inputs)
@@ -97,20 +104,15 @@ class GatedDeltaNet(Recurrence):
             for conv, each, before in zip(convs, qkv, earlier, strict=True)
         ]
         q, k, v = (F.silu(each_BLJ) for each_BLJ, _ in mixed)
-        q_BLHE, k_BLHE = (
-            _normalized(x.unflatten(-1, (-1, self.key_head_dim))).repeat_interleave(
-                self.repeats, dim=2
-            )
-            for x in (q, k)
-        )
+        q_BLKE, k_BLKE = (_normalized(x.unflatten(-1, (-1, self.key_head_dim))) for x in (q, k))
+        q_BLKE = q_BLKE * self.key_head_dim**-0.5
+        v_BLHF = v.unflatten(-1, (-1, self.value_head_dim))
+        decays = self.decays(decay_BLJ), self.largest_beta * beta_BLH.sigmoid()
+        if self.fused is not None and is_fusable(inputs[0], attention):
+            qkv = [each.type_as(inputs[0]) for each in (q_BLKE, k_BLKE, v_BLHF)]
+            return self.fused((*qkv, *decays), documents_BL, attention), None
         out_BLHF, state_BHEF = gated_delta_rule(
-            q_BLHE * self.key_head_dim**-0.5,
-            k_BLHE,
-            v.unflatten(-1, (-1, self.value_head_dim)),
-            self.decays(decay_BLJ),
-            self.largest_beta * beta_BLH.sigmoid(),
-            documents_BL,
-            state_BHEF,
+            q_BLKE, k_BLKE, v_BLHF, *decays, documents_BL, state_BHEF
         )
         return out_BLHF.to(inputs[0].dtype), (tuple(last for _, last in mixed), state_BHEF)
 
@@ -131,8 +133,8 @@ class GatedDeltaNet(Recurrence):
 
 
 def gated_delta_rule(
-    q_BLHE: Tensor,
-    k_BLHE: Tensor,
+    q_BLKE: Tensor,
+    k_BLKE: Tensor,
     v_BLHF: Tensor,
     decay_BLHX: Tensor,
     beta_BLH: Tensor,
@@ -148,12 +150,15 @@ def gated_delta_rule(
     the tokens' changes of the state solve a triangular system.
 
     Args:
+        q_BLKE, k_BLKE: queries and keys; each of the K heads serves neighboring value heads.
         documents_BL: numbers of the tokens' documents, (B or 1, L); 0: the document of
             `state_BHEF`.
         state_BHEF: state before the first token; None: zeros.
     """
     chunks = Chunks(decay_BLHX, documents_BL)
-    q, k, v = map(chunks.split, (q_BLHE, k_BLHE, v_BLHF))
+    repeats = v_BLHF.shape[2] // k_BLKE.shape[2]
+    q, k = (chunks.split(x.repeat_interleave(repeats, dim=2)) for x in (q_BLKE, k_BLKE))
+    v = chunks.split(v_BLHF)
     # The padding has no effect on the state: its decay and its beta are 0.
     beta_BNHC1 = chunks.split(beta_BLH[..., None])
     k_beta = k * beta_BNHC1

@@ -27,6 +27,7 @@ class KimiDeltaNet(GatedDeltaNet):
     """
 
     gate = staticmethod(torch.sigmoid)
+    recurrence = "Kimi delta attention"
 
     def __init__(self, *, dim: int, n_heads: int, head_dim: int, init_std: float, **options: Any):
         sizes = {"num_key_heads": n_heads, "num_value_heads": n_heads}

@@ -18,8 +18,10 @@ from torchtitan.config.configurable import Section
 from torchtitan.models.common.chunks import Chunks
 from torchtitan.models.common.document_conv import DocumentConv
 from torchtitan.models.common.feed_forward import make_linear
+from torchtitan.models.common.fused_recurrences import fused_recurrence, is_fusable
 from torchtitan.models.common.hugging_face import module_rows
 from torchtitan.models.common.mixers import ATTENTION, HybridDecoder, MixerKind
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.initializer import Constant, LogUniform, Uniform, with_initializers
 from torchtitan.protocols.recurrence import OwnHeads, Recurrence
 from torchtitan.protocols.sharding import TensorSharding, with_features
@@ -93,6 +95,8 @@ class Mamba2(Recurrence):
         super().__init__()
         self.head_dim, self.state_dim = config.head_dim, config.state_dim
         self.least_step = config.least_step
+        widths = config.head_dim, config.state_dim
+        self.fused = fused_recurrence("selective scan of Mamba 2", *widths)
         inner, shared = config.dim, config.n_groups * config.state_dim
         self.in_z, self.in_x, self.in_b, self.in_c, self.in_dt = (
             make_linear(dim, width, init_std, bias=config.bias)
@@ -129,7 +133,9 @@ class Mamba2(Recurrence):
             b_BLJ, c_BLJ = self.share(b_BLJ), self.share(c_BLJ)
         return self.in_x(x_BLD), b_BLJ, c_BLJ, self.in_dt(x_BLD)
 
-    def recur(self, *inputs: Tensor, documents_BL: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def recur(
+        self, *inputs: Tensor, documents_BL: Tensor, state: Any, attention: AttentionMetadata
+    ) -> tuple[Tensor, Any]:
         """Return the heads' results, (B, L, H, P), and the convolutions' last inputs with the
         states."""
         precise = torch.promote_types(inputs[0].dtype, torch.float32)
@@ -143,17 +149,14 @@ class Mamba2(Recurrence):
         x_BLJ, b_BLJ, c_BLJ = (F.silu(out_BLJ) for out_BLJ, _ in mixed)
         x_BLHP = x_BLJ.unflatten(-1, (-1, self.head_dim))
         step_BLH = F.softplus(step_BLH + self.own(self.dt_bias)).clamp(min=self.least_step)
-        rate_H = -self.own(self.A_log).to(step_BLH.dtype).exp()
-        out_BLHP, state_BHNP = selective_scan(
-            x_BLHP * step_BLH[..., None],
-            rate_H * step_BLH,
-            b_BLJ.unflatten(-1, (-1, self.state_dim)),
-            c_BLJ.unflatten(-1, (-1, self.state_dim)),
-            documents_BL,
-            state_BHNP,
-        )
-        out_BLHP = out_BLHP + self.own(self.D)[:, None] * x_BLHP
-        return out_BLHP, (*(last for _, last in mixed), state_BHNP)
+        steps = step_BLH, -self.own(self.A_log).to(step_BLH.dtype).exp()
+        b, c = (each.unflatten(-1, (-1, self.state_dim)) for each in (b_BLJ, c_BLJ))
+        skipped_BLHP = self.own(self.D)[:, None] * x_BLHP
+        if self.fused is not None and is_fusable(inputs[0], attention):
+            x, b, c = (each.type_as(inputs[0]) for each in (x_BLHP, b, c))
+            return self.fused((x, *steps, b, c), documents_BL, attention) + skipped_BLHP, None
+        out_BLHP, state_BHNP = selective_scan(x_BLHP, *steps, b, c, documents_BL, state_BHNP)
+        return out_BLHP + skipped_BLHP, (*(last for _, last in mixed), state_BHNP)
 
     def finish(self, out_BLHP: Tensor, x_BLD: Tensor) -> Tensor:
         """Gate and normalize the results, and project them."""
@@ -184,7 +187,8 @@ class GatedGroupNorm(OwnHeads):
 
 def selective_scan(
     x_BLHP: Tensor,
-    decay_BLH: Tensor,
+    step_BLH: Tensor,
+    rate_H: Tensor,
     b_BLGN: Tensor,
     c_BLGN: Tensor,
     documents_BL: Tensor,
@@ -192,24 +196,24 @@ def selective_scan(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs (B, L, H, P) and the last state (B, H, N, P) of the recurrence
 
-        S_t = exp(decay_t) S_(t-1) + b_t x_tᵀ,  o_t = S_tᵀ c_t,
+        S_t = exp(rate step_t) S_(t-1) + step_t b_t x_tᵀ,  o_t = S_tᵀ c_t,
 
     which starts from 0 in each document, computed in chunks (arXiv:2405.21060, section 6).
 
     Args:
-        x_BLHP: inputs times their steps.
+        rate_H: below 0, of each head.
         documents_BL: numbers of the tokens' documents, (B or 1, L); 0: the document of
             `state_BHNP`.
         state_BHNP: state before the first token; None: zeros.
     """
     n_groups = b_BLGN.shape[2]
-    chunks = Chunks(decay_BLH[..., None], documents_BL)
+    chunks = Chunks((rate_H * step_BLH)[..., None], documents_BL)
     between, before, after = (
         each[..., 0].unflatten(2, (n_groups, -1))
         for each in (chunks.between, chunks.before, chunks.after)
     )  # (B, M, G, R, T, T), (B, M, G, R, T), (B, M, G, R, T)
     b_BMGTN, c_BMGTN = chunks.split(b_BLGN), chunks.split(c_BLGN)
-    x_BMGRTP = chunks.split(x_BLHP).unflatten(2, (n_groups, -1))
+    x_BMGRTP = chunks.split(x_BLHP * step_BLH[..., None]).unflatten(2, (n_groups, -1))
     seen = (c_BMGTN @ b_BMGTN.mT)[:, :, :, None] * between
     out_BMGRTP = seen @ x_BMGRTP
 

@@ -9,6 +9,7 @@ from torchtitan.models.common.document_conv import DocumentConv
 from torchtitan.models.common.feed_forward import make_linear
 from torchtitan.models.common.hugging_face import module_rows
 from torchtitan.models.common.mixers import MixerKind
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.recurrence import Recurrence
 from torchtitan.protocols.state_dict_adapter import Concatenated, KeyMapping
 
@@ -36,7 +37,9 @@ class GatedShortConv(Recurrence):
         """Return the inputs of the convolution, (B, L, dim)."""
         return (self.in_b(x_BLD) * self.in_x(x_BLD),)
 
-    def recur(self, *inputs: Tensor, documents_BL: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def recur(
+        self, *inputs: Tensor, documents_BL: Tensor, state: Any, attention: AttentionMetadata
+    ) -> tuple[Tensor, Any]:
         """Return the convolution, and its last inputs."""
         (x_BLJ,) = inputs
         precise = torch.promote_types(x_BLJ.dtype, torch.float32)
