@@ -114,6 +114,13 @@ class LoadBalanced(nn.Module):
     """Groups of ranks with other parts of the same rows of tokens, set by tensor and context
     parallelism."""
 
+    stage_layers: int | None = None
+    """Layers of this pipeline stage whose tokens it counts together, if the stages' routers are
+    parts of one. None: it is the router of one layer."""
+
+    n_layers: int | Tensor = 1
+    """Layers of the model whose tokens `totals` count."""
+
     is_counting: bool = True
     """False if another rank counts the same tokens, set by tensor parallelism of models with whole
     sequences."""

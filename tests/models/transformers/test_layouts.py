@@ -64,6 +64,12 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tensors, a shared expert with a gate": ("qwen2_moe", {}, TP2),
     "tensors, the loss of routers": ("mixtral", ROUTERS, TP2 | EP2),
     "stages of experts": ("glm4_moe", {}, PP2),
+    "stages, the loss of routers": ("mixtral", ROUTERS, PP2),
+    "stages, the loss of routers above a dense layer": (
+        "qwen3_moe",
+        {**ROUTERS, "mlp_only_layers": [0]},
+        PP2,
+    ),
     "stages of learned positions": ("gpt2", {}, PP2),
     "stages of windows, tied": ("gemma2", {}, PP2),
 }

@@ -199,6 +199,40 @@ def test_the_auxiliary_loss_is_that_of_the_global_batch() -> None:
             )
 
 
+@pytest.mark.parametrize("dense_layers", [[], [0]])
+def test_the_auxiliary_loss_of_stages_is_that_of_all_layers(dense_layers: list[int]) -> None:
+    """Of two stages, as one rank has them in an interleaved schedule, also if one has no routers."""
+    document = document_of("qwen3_moe", **TYPES["mixtral"], mlp_only_layers=dense_layers)
+    tokens = torch.randint(8, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    attention = AttentionMetadata.of_rows(2, 12)
+    whole = model_of(document)
+    head = CrossEntropyLoss.Config().build()
+    (whole(tokens, attention, head=head, labels_BL=tokens) / tokens.numel()).backward()
+    names = whole.config.pipeline_modules()
+    stages = [model_of(document) for _ in range(2)]
+    for stage, kept in zip(stages, (names[:2], names[2:]), strict=True):
+        stage.load_state_dict(whole.state_dict())
+        stage.keep_modules(kept)
+
+    def run() -> torch.Tensor:
+        hidden = stages[0](tokens, attention)
+        loss: torch.Tensor = stages[1](hidden, attention, head=head, labels_BL=tokens)
+        return loss / tokens.numel()
+
+    with pytest.raises(UserError, match="train with a LoadBalancer"):
+        run()
+    balancer = LoadBalancer(stages)
+    balancer.start_step(tokens.numel(), 1, torch.device("cpu"))
+    with balancer.measuring():
+        run()
+    run().backward()
+    balancer.finish_step()
+    assert balancer.watch()["dropped_tokens/balance"] == 0
+    gradients = {name: p.grad for stage in stages for name, p in stage.named_parameters()}
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-6, msg=name)
+
+
 def compare_shards() -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     documents = torch.randint(8, 64, (4, 12), generator=torch.Generator().manual_seed(0))

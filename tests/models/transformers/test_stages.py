@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from tests.models.transformers.model_types import tiny_model  # noqa: E402
 from torchtitan.distributed.pipeline import take_stage  # noqa: E402
-from torchtitan.models.transformers import stages  # noqa: E402
+from torchtitan.models.transformers import layouts, stages  # noqa: E402
 from torchtitan.tools.errors import UserError  # noqa: E402
 
 
@@ -45,13 +45,16 @@ def test_what_a_trial_does_not_show_is_refused(model_type: str, reason: str) -> 
         tiny_model(model_type).pipeline_modules()
 
 
-def test_images_and_the_loss_of_routers_are_refused() -> None:
+def test_images_and_other_losses_of_routers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     images = tiny_model("gemma3")
     images.reads_images = True
     with pytest.raises(UserError, match="it reads images"):
         images.pipeline_modules()
-    with pytest.raises(UserError, match="output_router_logits"):
-        tiny_model("mixtral", output_router_logits=True).pipeline_modules()
+    with_loss = tiny_model("mixtral", output_router_logits=True)
+    assert with_loss.pipeline_modules()[-1] == "head"
+    monkeypatch.setattr(layouts, "has_formula", lambda config: False)
+    with pytest.raises(UserError, match="loss of its routers in its own way.*output_router_logits"):
+        with_loss.pipeline_modules()
 
 
 def _scaled(self: Any, *_: object, **__: object) -> torch.Tensor:

@@ -39,7 +39,11 @@ class LoadBalancer:
             for name, module in modules
             if isinstance(module, LoadBalanced)
         )
-        self._routers = {name.removesuffix(".moe.router"): router for name, router in routers}
+        # Lists, since the parts of a router in several stages have the same name.
+        self._names, self._routers = list[str](), list[LoadBalanced]()
+        for name, router in routers:
+            self._names.append(name.removesuffix(".moe.router"))
+            self._routers.append(router)
         self._totals: Sequence[Tensor] = []  # of each router over the last finished step
         self._idle_steps: list[Any] = [0] * len(self._routers)
         self._reported: set[str] = set()
@@ -52,7 +56,7 @@ class LoadBalancer:
         # its ranks have other routers; ranks of the others route other tokens
         self._pipeline = groups.pop("pp", None)
         self._groups = groups.values()
-        stages = self._of_stages([router.penalties for router in self._routers.values()])
+        stages = self._of_stages([router.penalties for router in self._routers])
         penalties = [each for stage in stages for each in stage]
         self.needs_load = any(each.batch_loss for each in penalties)
         """True if any stage of the pipeline needs `measuring`."""
@@ -68,7 +72,7 @@ class LoadBalancer:
         if not self._routers:
             return
         self._n_tokens = self._sum(torch.full((), n_tokens, dtype=torch.int64, device=device))
-        for router in self._routers.values():
+        for router in self._routers:
             router.totals = torch.zeros(router.n_experts + 1, dtype=torch.int64, device=device)
             router.gradient_scale = (gradient_degree / self._n_tokens.clamp(min=1)).float()
 
@@ -76,24 +80,22 @@ class LoadBalancer:
     def measuring(self) -> Iterator[None]:
         """Count in forward passes without gradients; then give each router the load of the global
         batch, which is known only after all micro-batches on all ranks."""
-        for router in self._routers.values():
+        for router in self._routers:
             router.is_measuring = True
         try:
             with torch.no_grad():
                 yield
         finally:
-            for router in self._routers.values():
+            for router in self._routers:
                 router.is_measuring = False
-        for router, totals in zip(self._routers.values(), self._global_totals(), strict=True):
+        for router, totals in zip(self._routers, self._global_totals(), strict=True):
             router.batch_counts_E = totals[:-1]
             router.totals = torch.zeros_like(totals)
 
     def finish_step(self) -> None:
         """Adapt the routers to the step's load, except frozen ones."""
         self._totals = self._global_totals()
-        for index, (router, totals) in enumerate(
-            zip(self._routers.values(), self._totals, strict=True)
-        ):
+        for index, (router, totals) in enumerate(zip(self._routers, self._totals, strict=True)):
             counts_E = totals[:-1]
             if router.selection is not None and router.is_trained:
                 router.selection.update(counts_E)
@@ -114,8 +116,8 @@ class LoadBalancer:
         """
         values: dict[str, float] = {}
         starving: list[str] = []
-        for (name, router), totals, idle in zip(
-            self._routers.items(), self._totals, self._idle_steps, strict=True
+        for name, router, totals, idle in zip(
+            self._names, self._routers, self._totals, self._idle_steps, strict=True
         ):
             counts_E = totals[:-1]
             entropy = totals[-1]
@@ -127,7 +129,8 @@ class LoadBalancer:
                 entropy / 2**20 / math.log(max(router.n_experts, 2)) * router.top_k / n_pairs
             )
             if self._n_tokens:
-                own["dropped_tokens"] = self._n_tokens * router.top_k - n_pairs
+                n_choices = self._n_tokens * router.top_k * router.n_layers
+                own["dropped_tokens"] = n_choices - n_pairs
             if router.selection is not None:
                 own["selection_bias"] = (
                     router.selection.bias_E.max() - router.selection.bias_E.min()
@@ -157,8 +160,26 @@ class LoadBalancer:
 
     def _global_totals(self) -> Sequence[Tensor]:
         """Return the totals of each router, summed over ranks: one exchange for all of them."""
-        totals: list[Any] = [router.totals for router in self._routers.values()]
-        return self._sum(torch.cat(totals)).split([len(part) for part in totals]) if totals else []
+        totals: list[Any] = [router.totals for router in self._routers]
+        if not totals:
+            return []
+        sums = self._sum(torch.cat(totals)).split([len(part) for part in totals])
+        return self._over_stages(sums)
+
+    def _over_stages(self, totals: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return totals with those of a router that is divided into stages summed over these, and
+        tell its parts the number of their layers."""
+        of_stages = [router.stage_layers for router in self._routers]
+        parts = [index for index, layers in enumerate(of_stages) if layers is not None]
+        if not parts:
+            return totals
+        n_layers = totals[0].new_tensor([sum(of_stages[index] or 0 for index in parts)])
+        whole = torch.cat((torch.stack([totals[index] for index in parts]).sum(0), n_layers))
+        if self._pipeline is not None:
+            dist.all_reduce(whole, group=self._pipeline)
+        for index in parts:
+            self._routers[index].n_layers = whole[-1]
+        return [whole[:-1] if index in parts else own for index, own in enumerate(totals)]
 
     def _sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor, in place, over the ranks that route other tokens."""

@@ -1,9 +1,10 @@
-"""The auxiliary loss of a class's routers over the global batch instead of a micro-batch.
+"""The auxiliary loss of a class's routers over the global batch instead of a micro-batch, also if
+the layers are in several pipeline stages.
 
 Most classes of transformers have one formula (`load_balancing_loss_func`, of arXiv:2101.03961): E K
 sum_i f_i P_i, with f_i the share of the choices that expert i gets, P_i its mean probability, both
 over all layers and tokens, and K the experts of a token. f has no gradient, and P is a sum over
-tokens; so micro-batches add up if f is known before."""
+tokens and layers; so micro-batches and stages add up if f is known before."""
 
 from typing import Any
 
@@ -24,28 +25,29 @@ from torchtitan.tools.logging import logger
 
 
 class ClassBalance(LoadBalanced):
-    """The routers of all layers of a class, as one: a token gets K of E experts in each layer."""
+    """The routers of all layers of a class, or of a pipeline stage, as one: a token gets K of E
+    experts in each layer."""
 
     def __init__(self, n_experts: int, n_chosen: int, weight: float):
         super().__init__(n_experts, n_chosen, PenaltyConfig(batch_loss=weight), selection=None)
-        self.n_chosen = n_chosen
+        self.stage_layers = 0
 
     def forward(
-        self, hidden: Tensor, router_logits: tuple[Tensor, ...], has_token_N: Tensor
+        self, hidden: Tensor, router_logits: tuple[Tensor, ...] | None, has_token_N: Tensor
     ) -> Tensor:
         """Return hidden states unchanged, and add to the statistics, or in the backward pass to the
-        gradients. Logits are (N, E) for each layer."""
+        gradients. Logits are (N, E) for each layer; a stage may have none."""
         assert self.totals is not None
+        self.stage_layers = len(router_logits or ())
+        if not router_logits:
+            return hidden
         logits_LNE = torch.stack(
             [logits.reshape(-1, self.n_experts) for logits in router_logits]
         ).float()
-        n_layers, self.top_k = len(logits_LNE), self.n_chosen * len(logits_LNE)
         probabilities = logits_LNE.softmax(dim=-1).where(has_token_N[:, None], 0)
-        chosen_LNK = probabilities.detach().topk(self.n_chosen, dim=-1).indices
+        chosen_LNK = probabilities.detach().topk(self.top_k, dim=-1).indices
         counts_E = _count(chosen_LNK, has_token_N, self.n_experts)
-        entropy = (
-            torch.special.entr(probabilities.detach()).sum(dtype=widest(logits_LNE)) / n_layers
-        )
+        entropy = torch.special.entr(probabilities.detach()).sum(dtype=widest(logits_LNE))
         totals = torch.cat((counts_E, (entropy * 2**20).long()[None])) * self.is_counting
         if self.is_measuring:
             self.totals += totals
@@ -57,7 +59,7 @@ class ClassBalance(LoadBalanced):
             assert self.batch_counts_E is not None, (
                 "call LoadBalancer.measuring before the step's backward passes"
             )
-            factor = self.penalties.batch_loss * self.n_chosen / n_layers
+            factor = self.penalties.batch_loss * self.top_k / self.n_layers
             losses = factor * imbalance(probabilities, shares_of(self.batch_counts_E))
         observed: Tensor = Observed.apply(hidden, losses, totals, self)
         return observed
@@ -75,10 +77,21 @@ def returns_router_loss(config: Any) -> bool:
     return any(getattr(owner, "output_router_logits", False) for owner in owners)
 
 
+def records_routers(model: Any) -> bool:
+    """Return whether a class, of which a pipeline stage has a part, has routers whose logits it
+    records."""
+    recorded = model.get_decoder().can_record_outputs.get("router_logits")
+    if recorded is None:  # its blocks return them
+        return True
+    of_kinds = recorded if isinstance(recorded, list) else [recorded]
+    kinds = tuple(getattr(kind, "target_class", kind) for kind in of_kinds)
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
 def make_balance(model: Any, weight: float) -> ClassBalance | None:
     """Return the balance of a class; None, with a warning, if a trial shows that its loss has
     another formula."""
-    if not _has_formula(model.config):
+    if not has_formula(model.config):
         logger.warning(
             "%s computes the loss of its routers in its own way, for each micro-batch of a rank: "
             "gradients depend on --training.local_batch_size and the number of ranks; set "
@@ -99,7 +112,7 @@ def _sizes(model: Any) -> tuple[int, int]:
 
 
 @trial
-def _has_formula(config: PretrainedConfig) -> bool:
+def has_formula(config: PretrainedConfig) -> bool:
     """Return whether the loss of a tiny clone follows the formula."""
     try:
         model = random_clone(config)

@@ -12,7 +12,7 @@ from tyro.conf import Suppress
 
 from torchtitan.models.common.hugging_face_keys import describes_scores
 from torchtitan.models.transformers import stages
-from torchtitan.models.transformers.balance import returns_router_loss
+from torchtitan.models.transformers.balance import has_formula, returns_router_loss
 from torchtitan.models.transformers.context import unsupported_context
 from torchtitan.models.transformers.description import (
     checked_document,
@@ -97,10 +97,10 @@ class ClassConfig(BaseModel.Config):
         name = class_of(described)[0].__name__
         if self.reads_images:
             reason = "it reads images (--config sft_images); train on text"
-        elif returns_router_loss(described):
+        elif returns_router_loss(described) and not has_formula(described):
             reason = (
-                "the auxiliary loss of its routers is of all layers; set output_router_logits "
-                "to false in config.json"
+                "it computes the loss of its routers in its own way, over all layers; set "
+                "output_router_logits to false in config.json"
             )
         else:
             _, reason = self.try_stages()

@@ -16,6 +16,7 @@ from torchtitan.config.configurable import builds
 from torchtitan.models.transformers.balance import (
     ClassBalance,
     make_balance,
+    records_routers,
     returns_router_loss,
 )
 from torchtitan.models.transformers.context import ClassAttention
@@ -362,6 +363,11 @@ class TransformersModel(BaseModel):
         is_loss = self.training and "labels_BL" in head_inputs and result.ndim == 0
         if not is_loss or balance is not None:
             return result
+        if self.stage is not None and self.has_auxiliary_loss:
+            raise UserError(
+                "a pipeline stage has the routers' loss of its own layers only; train with a "
+                "LoadBalancer, which joins the stages, or set output_router_logits to false"
+            )
         auxiliary = getattr(outputs, "aux_loss", None)
         if not isinstance(auxiliary, Tensor):
             return result
@@ -423,19 +429,25 @@ class TransformersModel(BaseModel):
         )
         if self.head is None:
             assert self.stage is not None
-            return outputs, self.packing.gather(self.stage.take(), attention)
-        hidden_BLD = self.packing.gather(self._hidden_of(outputs), attention)
+            states = self.stage.take()
+        else:
+            states = self._hidden_of(outputs)
+        hidden_BLD = self.packing.gather(states, attention)
         if balance is not None:
             mask_N = self.packing.token_mask(tokens_BL, attention)
-            hidden_BLD = balance(hidden_BLD, outputs.router_logits, mask_N)
+            logits = getattr(outputs, "router_logits", None)
+            hidden_BLD = balance(hidden_BLD, logits, mask_N)
         return outputs, hidden_BLD
 
     def _packing_options(self) -> dict[str, bool]:
-        return {
+        options = {
             "static": self.is_compiled,
             "masks_padding": self.training and self.has_auxiliary_loss,
             "return_dict": True,
         }
+        if self.stage is not None and self.has_auxiliary_loss and not records_routers(self.model):
+            options["output_router_logits"] = False  # the class's loss needs at least one layer
+        return options
 
     def _hidden_of(self, outputs: Any) -> Tensor:
         """Return the hidden states before the head; the logits of a class that computes them."""
