@@ -216,9 +216,11 @@ def write_folder(
     return folder
 
 
-def load(folder: Path, config: LoRA.Config) -> tuple[nn.Module, LoRA.Config, ModelSpec]:
+def load(
+    folder: Path, config: LoRA.Config, family: Any = None
+) -> tuple[nn.Module, LoRA.Config, ModelSpec]:
     """Return the model of a folder with trained adapters, in float32."""
-    spec, _ = huggingface_model(folder)
+    spec, _ = huggingface_model(folder, family)
     config = config.with_weights(spec, str(folder), range(0))
     converter = config.build()
     with torch.device("meta"):
@@ -315,12 +317,12 @@ def write_mxfp4(folder: Path) -> Path:
     return folder
 
 
-def qwen3_moe() -> Any:
+def qwen3_moe(width: int = 32) -> Any:
     return transformers.Qwen3MoeConfig(
         **SIZES,
         num_experts=4,
         num_experts_per_tok=2,
-        moe_intermediate_size=32,
+        moe_intermediate_size=width,
         head_dim=16,
         norm_topk_prob=True,
         tie_word_embeddings=False,
@@ -328,15 +330,21 @@ def qwen3_moe() -> Any:
 
 
 def write_fp8_experts(folder: Path) -> Path:
-    """Write Qwen3-MoE, each expert with tensors of its own, in FP8 blocks."""
-    write_folder(folder, qwen3_moe(), METHODS["FP8"][1], fp8)
+    return write_experts(folder, "FP8")
+
+
+def write_experts(folder: Path, method: str, width: int = 32) -> Path:
+    """Write Qwen3-MoE, each expert with tensors of its own, in few bits."""
+    make, section, _, _ = METHODS[method]
+    quantize = make()
+    write_folder(folder, qwen3_moe(width), section, quantize)
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         stacked, layer = tensors.pop(name), name.rpartition(".")[0]
         kinds = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
         for expert, weight in enumerate(stacked):
             for kind, part in zip(kinds, weight.chunk(len(kinds)), strict=True):
-                tensors |= fp8(part.contiguous(), f"{layer}.{expert}.{kind}")
+                tensors |= quantize(part.contiguous(), f"{layer}.{expert}.{kind}")
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors")
     return folder
@@ -372,6 +380,30 @@ def test_experts_stay_in_few_bits(
     assert n_bytes <= n_values * (1.2 if write is write_fp8_experts else 0.54)
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.usefixtures("small_chunks")
+def test_experts_of_a_class_stay_in_few_bits(method: str, tmp_path: Path) -> None:
+    """As the class computes the dequantized weights, up to the order of sums in float32."""
+    from torchtitan.models import transformers as family
+
+    folder = write_experts(tmp_path, method, width=64)
+    kept, config, _ = load(folder, QLoRA.Config(rank=4), family)
+    assert isinstance(config, QLoRA.Config)
+    assert f"model.model.layers.*.mlp.experts.gate_up_proj={METHODS[method][2]}" in config.forms
+    assert config.dequantized == []
+    experts = [layer for layer in kept.modules() if isinstance(layer, PackedExperts)]
+    assert len(experts) == 2
+    parameters = [parameter for layer in experts for parameter in layer.parameters()]
+    assert {parameter.dtype for parameter in parameters} == {torch.uint8}
+    n_values = 2 * 4 * 3 * 64 * 64
+    assert 8 * sum(parameter.nbytes for parameter in parameters) < METHODS[method][3] * n_values
+    reference, _, _ = load(folder, LoRA.Config(rank=4), family)
+    result, expected = loss_and_gradients(kept), loss_and_gradients(reference)
+    assert result.keys() == expected.keys() and len(result) == 1 + 2 * 2 * 4
+    for name, value in expected.items():
+        torch.testing.assert_close(result[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
 # --- runs
 # --------------------------------------------------------------------------------------------------
 
@@ -400,7 +432,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def run_config(name: str, folder: Path, dump_folder: Path, **options: Any) -> Any:
+def run_config(
+    name: str, folder: Path, dump_folder: Path, module: str = "auto", **options: Any
+) -> Any:
     settings = {
         "dataloader.dataset": folder / "data.jsonl",
         "dataloader.chat_template": "alpaca",
@@ -417,7 +451,7 @@ def run_config(name: str, folder: Path, dump_folder: Path, **options: Any) -> An
         "checkpoint.interval": 2,
         **{key.replace("__", "."): value for key, value in options.items()},
     }
-    words = ["--module", "auto", "--config", name, "--hf_assets_path", str(folder)]
+    words = ["--module", module, "--config", name, "--hf_assets_path", str(folder)]
     return ConfigManager().parse_args([*words, *flags(settings)]).config
 
 
@@ -426,12 +460,17 @@ def train(config: Any, world_size: int = 1) -> Any:
     return run(config)
 
 
-def test_a_run_keeps_the_bits_resumes_and_exports(folders: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("written", "module"), [("write_mxfp4", "auto"), ("write_fp8_experts", "transformers")]
+)
+def test_a_run_keeps_the_bits_resumes_and_exports(
+    written: str, module: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
     """Its losses, adapters and merged weights are those of LoRA on the dequantized weights, and a
     resumed run is bitwise the same."""
-    folder = folders["write_mxfp4"]
+    folder = folders[written]
     for name in ("qlora", "lora"):
-        train(run_config(name, folder, tmp_path / name))
+        train(run_config(name, folder, tmp_path / name, module))
     losses = [read_metrics(tmp_path / name, "loss", "grad_norm") for name in ("qlora", "lora")]
     assert losses[0] == [pytest.approx(line, rel=1e-5) for line in losses[1]]
     assert len(losses[0]) == 3
@@ -449,7 +488,7 @@ def test_a_run_keeps_the_bits_resumes_and_exports(folders: dict[str, Path], tmp_
     state = open_source(tmp_path / "qlora/checkpoint/step-2")
     assert all("lora_" in name for name in state.specs)
     shutil.copytree(tmp_path / "qlora/checkpoint/step-2", tmp_path / "again/checkpoint/step-2")
-    train(run_config("qlora", folder, tmp_path / "again"))
+    train(run_config("qlora", folder, tmp_path / "again", module))
     resumed = load_file(tmp_path / "again/checkpoint/step-3/adapter/adapter_model.safetensors")
     whole = load_file(steps[0] / "adapter/adapter_model.safetensors")
     assert all(torch.equal(resumed[key], whole[key]) for key in whole)
@@ -543,17 +582,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def record(
-    folder: Path, dump_folder: Path, n: int, include: list[str], options: dict[str, Any]
-) -> None:
+def record(folder: Path, dump_folder: Path, n: int, module: str, options: dict[str, Any]) -> None:
     """Train, and save the unsharded weights on each rank."""
-    config = run_config(
-        "qlora",
-        folder,
-        dump_folder,
-        model_converters__qlora__include=include,
-        **options,
-    )
+    config = run_config("qlora", folder, dump_folder, module, **options)
     trainer = train(config, n)
     weights = {
         canonical_name(name): getattr(
@@ -565,14 +596,19 @@ def record(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "module"),
+    [*((layout, "auto") for layout in LAYOUTS), ("EP", "transformers"), ("TP", "transformers")],
+)
 def test_two_processes_equal_one(
-    layout: str, folders: dict[str, Path], workers: Any, tmp_path: Path
+    layout: str, module: str, folders: dict[str, Path], workers: Any, tmp_path: Path
 ) -> None:
     """Few bits exactly; the others differ by float32 sums in another order."""
-    folder, include = folders["write_fp8_experts"], [r"attention\.w", r"experts$"]
-    record(folder, tmp_path / "one", 1, include, {})
-    workers.run(record, folder, tmp_path / "two", 2, include, LAYOUTS[layout])
+    folder = folders["write_fp8_experts"]
+    adapted = {"model_converters__qlora__include": [r"attention\.w", r"experts$"]}
+    options = adapted if module == "auto" else {}
+    record(folder, tmp_path / "one", 1, module, options)
+    workers.run(record, folder, tmp_path / "two", 2, module, options | LAYOUTS[layout])
     one, two = (torch.load(tmp_path / name / "weights-0.pt") for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name, expected in one.items():

@@ -40,7 +40,7 @@ from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.converter import HEAD, LayerConverter, is_head_tied
 from torchtitan.protocols.experts import LinearRouter, StackedExperts
-from torchtitan.protocols.model import ConvertedModule
+from torchtitan.protocols.model import BaseModel, ConvertedModule
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.errors import UserError, require, summarize_names
 from torchtitan.tools.logging import logger
@@ -375,6 +375,8 @@ class QLoRA(LoRA):
     def _keep_others(self, model: nn.Module) -> list[str]:
         """Keep layers without adapters in few bits too. Return their names."""
         kept: list[str] = []
+        assert isinstance(model, BaseModel)
+        model.stacked_experts()  # a class of transformers stacks its experts when asked for them
         for name, layer in list(model.named_modules()):
             forms = self._forms(name, layer)
             if not forms or isinstance(layer, ConvertedModule):

@@ -19,6 +19,7 @@ from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.conversion import converters_from_records
 from torchtitan.protocols.converter import HEAD, ModelConverter
 from torchtitan.protocols.experts import StackedExperts
+from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.errors import UserError, summarize_names
 from torchtitan.tools.files import is_url
 from torchtitan.tools.patterns import without_numbers
@@ -121,9 +122,10 @@ def _parsed(entries: tuple[str, ...]) -> Mapping[str, str]:
     return dict(entry.split("=", 1) for entry in entries)
 
 
-def _weights_of(model: nn.Module) -> list[tuple[str, str]]:
+def _weights_of(model: BaseModel) -> list[tuple[str, str]]:
     """Return each parameter that can be kept in few bits, and the name of its layer or matrix."""
     unused = getattr(model, "unused_layers", ())
+    model.stacked_experts()  # a class of transformers stacks its experts when asked for them
     found: list[tuple[str, str]] = []
     for name, module in model.named_modules():
         if isinstance(module, StackedExperts):

@@ -1,5 +1,5 @@
-"""Expert parallelism for classes of transformers with fused experts: those that transformers lets
-compute with other kernels, whose parameters have the experts as dimension 0."""
+"""Expert parallelism and few bits for classes of transformers with fused experts: those that
+transformers lets compute with other kernels, whose parameters have the experts as dimension 0."""
 
 import functools
 import math
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan.models.common.moe.experts import send_pairs
+from torchtitan.models.common.moe.experts import Pairs, send_pairs
 from torchtitan.models.transformers.description import build_class, transformers_config
 from torchtitan.models.transformers.tiny import (
     TEXT_IDS,
@@ -28,13 +28,18 @@ _NO_WIDTH = "a class of transformers splits no expert; set 1"
 
 
 class ClassExperts(StackedExperts):
-    """Mixin before a class's experts, so that ranks may have a part of them. The class computes
-    rows with one expert each."""
+    """Mixin before a class's experts, so that ranks may have a part of them, or keep them in few
+    bits. The class computes rows with one expert each; experts in few bits are computed here, as
+    transformers' interface of experts does (`transformers.integrations.moe`)."""
 
     n_experts: int
     """All experts of the layer; the class's `num_experts` counts this rank's."""
 
     own_forward: Callable[..., Tensor]
+
+    has_gate: bool
+    has_bias: bool
+    has_post_expert_norm: bool
 
     def forward(self, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:  # type: ignore[override]
         """Return the sum of the chosen experts' results, with the arguments of the class."""
@@ -46,11 +51,32 @@ class ClassExperts(StackedExperts):
 
     def _compute(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
         self.num_experts = self.n_local
+        if self.calls_product:
+            return self._by_products(x_ND, weights_NK, chosen_NK)
         if len(x_ND):
             return type(self).own_forward(self, x_ND, chosen_NK, weights_NK)
         # FSDP needs gradients on all ranks, so a rank without tokens computes a row of zeros.
         row = (tensor.new_zeros(1, tensor.shape[1]) for tensor in (x_ND, chosen_NK, weights_NK))
         return type(self).own_forward(self, *row)[:0] + x_ND
+
+    def _by_products(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
+        pairs = Pairs.of(weights_NK, chosen_NK)
+        first, last = _matrices(self)
+        hidden_RH = self._linear(pairs.rows_of(x_ND), first, pairs)
+        hidden_RH = self._apply_gate(hidden_RH) if self.has_gate else self.act_fn(hidden_RH)
+        out_RD = self._linear(hidden_RH, last, pairs)
+        if self.has_post_expert_norm:
+            out_RD = self.post_expert_norm(out_RD)
+        return pairs.sums_of(out_RD * pairs.weight_R[:, None]).to(x_ND.dtype)
+
+    def _linear(self, rows_RI: Tensor, name: str, pairs: Pairs) -> Tensor:
+        out = self.product(rows_RI, name, pairs.ends_E(self.n_local))
+        return out + getattr(self, f"{name}_bias")[pairs.expert_R] if self.has_bias else out
+
+
+def _matrices(experts: Any) -> tuple[str, str]:
+    """Return the parameters before and after the activation."""
+    return ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
 
 
 @functools.cache
@@ -74,6 +100,9 @@ def stack_experts(model: nn.Module) -> list[StackedExperts]:
             module.__class__ = _with_class(type(module))  # type: ignore[arg-type]
             assert isinstance(module, ClassExperts)
             module.n_experts = module.num_experts
+            # Rows in few bits are outputs, which transposed matrices do not have as rows.
+            module.matrices = () if module.is_transposed else _matrices(module)
+            module.hidden_dims = dict.fromkeys(module.matrices)
             # Compiled blocks run the module around them uncompiled, since its sizes change.
             model.get_submodule(name.rpartition(".")[0]).is_compiled = False  # type: ignore[assignment]
     return [module for module in model.modules() if isinstance(module, ClassExperts)]
