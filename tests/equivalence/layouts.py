@@ -125,8 +125,15 @@ NETS_AND_EXPERTS: Options = {
 """Gated delta nets and experts."""
 KIMI: Options = {"module": "kimi_linear", "model__norm_eps": 1e-2}
 """Kimi Delta Attention, latent attention without positions, and experts."""
+REVERSING_NETS: Options = {"module": "olmo_hybrid"}
+"""Gated delta nets whose tokens may reverse what a state returns, norms before their blocks, and
+norms after attention's."""
+FUSED_NETS: Options = {"module": "qwen3_next", "model__norm_eps": 1e-2}
+"""Gated delta nets with projections fused by groups of heads, and experts."""
 SHORT_CONVS: Options = {"module": "lfm2", **TIED}
 """Short convolutions in three of four layers, and tied embeddings."""
+CONVS_AND_EXPERTS: Options = {"module": "lfm2", "config": "lfm2_moe_debugmodel"}
+"""Short convolutions, dense layers first, and experts with a sigmoid router."""
 MAMBA: Options = {"module": "nemotron_h", "config": "nemotron_h_moe_debugmodel"}
 """Layers of one part each: Mamba 2, experts, Mamba 2, attention."""
 ONE_GROUP: Options = {
@@ -434,6 +441,8 @@ TWO_PROCESSES: dict[str, Options] = {
     "TP 2, Kimi Delta Attention": {**TP2, **KIMI},
     "CP 2, Kimi Delta Attention": {**CP2, **KIMI},
     "PP 2 1F1B, Kimi Delta Attention": {**PP2, **KIMI},
+    "FSDP 2, reversing delta nets": REVERSING_NETS,
+    "PP 2 1F1B, reversing delta nets": {**PP2, **REVERSING_NETS},
     "CP 2": CP2,
     "CP 2, AdamW": {**CP2, **ADAMW},
     "CP 2, contiguous": {**CP2, **CONTIGUOUS},
@@ -564,6 +573,21 @@ FOUR_PROCESSES: dict[str, Options] = {
     "TP 2 x CP 2 x EP 2, Mamba and experts": {**TP2, **CP2, **EP2, **MAMBA},
     "TP 2 x CP 2 x EP 2, delta nets and experts": {**TP2, **CP2, **EP2, **NETS_AND_EXPERTS},
     "TP 2 x CP 2 x EP 2, Kimi Delta Attention": {**TP2, **CP2, **EP2, **KIMI},
+    "TP 2 x CP 2, reversing delta nets": {**TP2, **CP2, **REVERSING_NETS},
+    "TP 2 x CP 2 x EP 2, fused delta nets and experts": {**TP2, **CP2, **EP2, **FUSED_NETS},
+    "TP 2 x CP 2 x EP 2, short convolutions and experts": {
+        **TP2,
+        **CP2,
+        **EP2,
+        **CONVS_AND_EXPERTS,
+    },
+    "TP 2 x CP 2 x EP 2, one group of Mamba and experts": {
+        **TP2,
+        **CP2,
+        **EP2,
+        **ONE_GROUP,
+        "config": "granite_moe_debugmodel",
+    },
     "PP 2 1F1B x TP 2, delta nets": {**PP2, **TP2, **DELTA_NETS},
     "TP 2 x CP 2, LongRoPE": {**TP2, **CP2, **LONG_ROPE},
     "TP 2 x CP 2, tied embeddings, AC full": {**TP2, **CP2, **TIED, **FULL_AC},
