@@ -81,6 +81,7 @@ SLOW = (
     "CP 2, short convolutions",
     "TP 2 x CP 2 x EP 2, Mamba and experts",
     "TP 2 x CP 2, one group of Mamba",
+    "TP 2 x CP 2, reversing delta nets",
     "TP 2 x CP 2 x EP 2, Kimi Delta Attention",
     "FSDP 2, class of transformers",
     "TP 2, class of transformers",

@@ -402,6 +402,14 @@ def test_other_methods_are_refused_by_name(folder, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("keys", [("quantization",), ("quantization", "quantization_config")])
+def test_weights_of_mlx_are_refused_by_name(tmp_path, keys):
+    document = dict.fromkeys(keys, {"group_size": 64, "bits": 4})
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    with pytest.raises(UserError, match="quantization says that mlx-lm wrote .* cannot be loaded"):
+        check_quantization(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("quantization", "method"),
     [

@@ -63,6 +63,10 @@ _FORMATS = (
 )
 """Formats of compressed-tensors."""
 
+_MLX = "mlx"
+"""Method of folders with the key `quantization`, which mlx-lm writes, alone or beside the same
+`quantization_config`."""
+
 _ALGORITHMS = ("FP8", "MIXED_PRECISION", "NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8")
 """Algorithms of ModelOpt."""
 
@@ -81,6 +85,11 @@ def check_quantization(folder: Path) -> None:
         )
     if not method or method in _METHODS:
         return
+    if method == _MLX:
+        raise UserError(
+            "config.json: the key quantization says that mlx-lm wrote the weights, in few bits of "
+            "MLX's own form, which cannot be loaded; use the model before quantization"
+        )
     if method == "unknown":
         keys = ", ".join(map(str, section)) or "nothing"
         raise UserError(
@@ -114,6 +123,8 @@ def read_method(folder: Path) -> tuple[str, Section]:
     section = _section(folder)
     if not isinstance(section, dict):
         return str(section or ""), {}
+    if isinstance(read_object(folder / "config.json").get("quantization"), dict):
+        return _MLX, section
     default = "modelopt" if "quant_algo" in section else "unknown"
     method = str(section.get("quant_method", default))
     if method == "compressed-tensors":
@@ -132,6 +143,7 @@ def _section(folder: Path) -> object:
     # the language model as it was (NVIDIA's NVFP4 of Kimi K2.5).
     return (
         document.get("quantization_config")
+        or document.get("quantization")
         or _described_beside(folder)
         or nested.get("quantization_config")
     )
