@@ -114,7 +114,7 @@ METHODS = {
 
 def _cards(full: str, lora: str, qlora: str = "", *, grpo: str = "") -> dict[str, str]:
     """Return the cards by method. Without `qlora`, most weights are experts that are published in
-    bfloat16: experts are not quantized."""
+    bfloat16: experts become NF4 with `base nf4` only."""
     cards = {"full": full, "lora": lora, "qlora": qlora, "dpo": lora, "grpo": grpo or lora}
     return {method: card for method, card in cards.items() if card}
 

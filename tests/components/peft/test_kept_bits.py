@@ -18,7 +18,7 @@ from tests.components.weights.test_few_bits import words_of
 from tests.training import flags, read_metrics, run
 from torchtitan.cli.main import main
 from torchtitan.components.peft import LoRA, QLoRA
-from torchtitan.components.peft.lora import QLoRALinear
+from torchtitan.components.peft.lora import LoRALinear, QLoRALinear
 from torchtitan.components.quantization import nf4
 from torchtitan.components.quantization.packed_layers import PackedExperts, PackedLayer
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
@@ -400,6 +400,42 @@ def test_experts_of_a_class_stay_in_few_bits(method: str, tmp_path: Path) -> Non
     reference, _, _ = load(folder, LoRA.Config(rank=4), family)
     result, expected = loss_and_gradients(kept), loss_and_gradients(reference)
     assert result.keys() == expected.keys() and len(result) == 1 + 2 * 2 * 4
+    for name, value in expected.items():
+        torch.testing.assert_close(result[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@torch.no_grad()
+def round_to_nf4(model: nn.Module) -> None:
+    """Round what QLoRA keeps in our NF4."""
+    for module in model.modules():
+        names = ["weight"] if isinstance(module, LoRALinear) else getattr(module, "matrices", ())
+        for name in names:
+            weight = module.get_parameter(name)
+            weight.copy_(nf4.unpack(*nf4.pack(weight), torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("module", "include"),
+    [("auto", r"attention\.w"), ("auto", "experts$"), ("transformers", r"self_attn\.")],
+)
+def test_experts_become_nf4(module: str, include: str, tmp_path: Path) -> None:
+    """Of a folder without few bits, with `base nf4`: as LoRA on the rounded weights."""
+    from torchtitan.models import transformers as any_class
+
+    family = any_class if module == "transformers" else None
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(qwen3_moe(64)).save_pretrained(tmp_path)
+    options: dict[str, Any] = {"rank": 4, "include": [include]}
+    kept, _, _ = load(tmp_path, QLoRA.Config(base="nf4", **options), family)
+    experts = [layer for layer in kept.modules() if isinstance(layer, PackedExperts)]
+    assert len(experts) == 2
+    assert all(set(layer.forms.values()) == {nf4.FORM} for layer in experts)
+    reference, _, _ = load(tmp_path, LoRA.Config(**options), family)
+    if family:
+        reference.stacked_experts()
+    round_to_nf4(reference)
+    result, expected = loss_and_gradients(kept), loss_and_gradients(reference)
+    assert result.keys() == expected.keys() and len(result) > 4
     for name, value in expected.items():
         torch.testing.assert_close(result[name], value, rtol=1e-4, atol=1e-6, msg=name)
 

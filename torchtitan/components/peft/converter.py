@@ -332,8 +332,8 @@ class QLoRA(LoRA):
         """Frozen weights. keep: the linear layers and routed experts that the folder of
         --checkpoint.initial_load_path holds in few bits, adapted or not, stay in them, with exactly
         its values, and its other weights stay wide; adapted linear layers of a folder without few
-        bits become NF4. nf4: adapted linear layers become NF4, also those dequantized from other
-        bits, which rounds them again. To dequantize instead, use LoRA."""
+        bits become NF4. nf4: adapted linear layers and all routed experts become NF4, also those
+        dequantized from other bits, which rounds them again. To dequantize instead, use LoRA."""
 
         forms: Annotated[list[str], tyro.conf.Fixed] = field(default_factory=list)
         """Set by the run: layers that the folder holds in few bits, as NAME=FORM."""
@@ -363,7 +363,8 @@ class QLoRA(LoRA):
 
     def convert(self, model: nn.Module) -> None:
         super().convert(model)
-        kept = self._keep_others(model) if self.config.forms else []
+        keeps = self.config.forms or self.config.base == "nf4"
+        kept = self._keep_others(model) if keeps else []
         if self.config.dequantized:
             names = ", ".join(self.config.dequantized)
             logger.info("qlora: dequantized, not kept in few bits: %s", names)
@@ -373,20 +374,22 @@ class QLoRA(LoRA):
             )
 
     def _keep_others(self, model: nn.Module) -> list[str]:
-        """Keep layers without adapters in few bits too. Return their names."""
+        """Keep layers without adapters in few bits too: published ones, or experts in NF4. Return
+        their names."""
         kept: list[str] = []
-        assert isinstance(model, BaseModel)
-        model.stacked_experts()  # a class of transformers stacks its experts when asked for them
+        if isinstance(model, BaseModel):
+            model.stacked_experts()  # a class of transformers stacks them when asked for them
         for name, layer in list(model.named_modules()):
-            forms = self._forms(name, layer)
-            if not forms or isinstance(layer, ConvertedModule):
-                continue
-            kept.append(name)
-            if isinstance(layer, StackedExperts):
+            forms = {} if isinstance(layer, ConvertedModule) else self._forms(name, layer)
+            if isinstance(layer, StackedExperts) and forms:
                 pack_experts(layer, forms)
-            elif isinstance(layer, nn.Linear):
+                kept.append(name)
+            elif isinstance(layer, StackedExperts) and self.config.base == "nf4":
+                logger.info("qlora: %s stays wide: NF4 needs rows of whole blocks", name)
+            elif isinstance(layer, nn.Linear) and forms and self.config.forms:
                 layer.requires_grad_(False)
                 model.set_submodule(name, PackedLinear(layer, forms["weight"]), strict=True)
+                kept.append(name)
         return kept
 
     def _forms(self, name: str, layer: nn.Module) -> dict[str, FewBits]:
@@ -394,6 +397,9 @@ class QLoRA(LoRA):
         entries = self.config.forms
         if isinstance(layer, StackedExperts):
             found = {matrix: forms_of(entries, f"{name}.{matrix}") for matrix in layer.matrices}
+            if self.config.base == "nf4":
+                widths = {matrix: layer.get_parameter(matrix).shape[-1] for matrix in found}
+                found = {m: None if widths[m] % nf4.BLOCK_SIZE else nf4.FORM for m in found}
             return {matrix: form for matrix, form in found.items() if form}
         if type(layer) is not nn.Linear:
             return {}
@@ -422,12 +428,22 @@ class QLoRA(LoRA):
         if self.config.forms:
             return super().reason_to_skip(name, layer)
         if isinstance(layer, StackedExperts):
-            reason = "routed experts stay in few bits only if published so; LoRA adapts them"
-            raise self._layer_error(name, reason)
+            return self._reason_to_skip_experts(name, layer)
         if isinstance(layer, LinearRouter) and not self._is_unnamed_router(layer):
             raise self._layer_error(name, "routers are not quantized; LoRA adapts them")
         if isinstance(layer, nn.Linear) and layer.in_features % nf4.BLOCK_SIZE:
             reason = f"NF4 needs a multiple of {nf4.BLOCK_SIZE} inputs, not {layer.in_features}"
+            raise self._layer_error(name, reason)
+        return super().reason_to_skip(name, layer)
+
+    def _reason_to_skip_experts(self, name: str, layer: StackedExperts) -> str:
+        if self.config.base != "nf4":
+            reason = "routed experts stay in few bits only if published so; LoRA adapts them"
+            advice = f"set {self.config.option}.base nf4, or "
+            raise self._layer_error(name, reason, advice=advice)
+        wide = [matrix for matrix in layer.matrices if matrix not in self._forms(name, layer)]
+        if wide:
+            reason = f"NF4 needs a multiple of {nf4.BLOCK_SIZE} inputs of {', '.join(wide)}"
             raise self._layer_error(name, reason)
         return super().reason_to_skip(name, layer)
 

@@ -41,26 +41,28 @@ class NF4(NamedTuple):
     """A weight, or n of its rows, in 4 bits."""
 
     packed: Tensor
-    """(n, in / 2) uint8."""
+    """(…, in / 2) uint8."""
     scales: Tensor
-    """(n, in / 64) uint8."""
+    """(…, in / 64) uint8."""
     scale_ranges: Tensor
-    """(n, 8) uint8."""
+    """(…, 8) uint8."""
 
 
 @torch.no_grad()
 def pack(rows: Tensor) -> NF4:
-    """Quantize rows (n, in) to 4 bits, with `in` divisible by `BLOCK_SIZE`, each row independently.
+    """Quantize rows (…, in) to 4 bits, with `in` divisible by `BLOCK_SIZE`, each row independently.
     A block's scale is its largest absolute value, rounded to the nearest of 256 steps between the
     smallest and largest of the row; a value becomes the nearest level at that scale."""
-    n, width = rows.shape
+    width = rows.shape[-1]
     assert width % BLOCK_SIZE == 0, f"rows of {width} values are not whole blocks"
     shapes = [FORM.part_shape(part, rows.shape) for part in FORM.parts]
     result = NF4(*(rows.new_empty(shape, dtype=torch.uint8) for shape in shapes))
     if rows.is_meta:  # there is nothing to compute, and a large model has many chunks
         return result
-    for chunk in row_chunks(n, width):
-        for whole, part in zip(result, _pack(rows[chunk].float()), strict=True):
+    flat = rows.flatten(0, -2)
+    parts = [part.flatten(0, -2) for part in result]
+    for chunk in row_chunks(len(flat), width):
+        for whole, part in zip(parts, _pack(flat[chunk].float()), strict=True):
             whole[chunk] = part
     return result
 

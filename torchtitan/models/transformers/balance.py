@@ -84,7 +84,7 @@ def records_routers(model: Any) -> bool:
     if recorded is None:  # its blocks return them
         return True
     of_kinds = recorded if isinstance(recorded, list) else [recorded]
-    kinds = tuple(getattr(kind, "target_class", kind) for kind in of_kinds)
+    kinds: tuple[Any, ...] = tuple(getattr(kind, "target_class", kind) for kind in of_kinds)
     return any(isinstance(module, kinds) for module in model.modules())
 
 

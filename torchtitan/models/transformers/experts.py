@@ -40,6 +40,9 @@ class ClassExperts(StackedExperts):
     has_gate: bool
     has_bias: bool
     has_post_expert_norm: bool
+    act_fn: Callable[..., Tensor]
+    post_expert_norm: Callable[..., Tensor]
+    _apply_gate: Callable[..., Tensor]
 
     def forward(self, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:  # type: ignore[override]
         """Return the sum of the chosen experts' results, with the arguments of the class."""
