@@ -233,7 +233,9 @@ def test_other_data_is_refused(model: Path, tmp_path: Path, dataset: str) -> Non
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     datasets.Dataset.from_list([{"messages": turns}]).to_parquet(folder / "train.parquet")
     register_dataset("image-stream-chats", HubDataset(path=str(folder)))
-    with pytest.raises(UserError, match="has conversations, which are not streamed"):
+    with pytest.raises(
+        UserError, match="has conversations, .*--config sft_images --dataloader.stream all"
+    ):
         list(build(config_of("image-stream-chats", columns=[]), model, epochs=1))
 
 

@@ -13,7 +13,7 @@ from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.keys import image_keys
 from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.images.reader import ImageReader
-from torchtitan.components.images.rows_loader import ImageRowsDataLoader
+from torchtitan.components.images.rows_loader import ROWS_OF_STREAM, ImageRowsDataLoader
 from torchtitan.components.tokenizer import Tokenizer
 
 
@@ -29,9 +29,16 @@ class ImageDataLoader(ImageRowsDataLoader, SFTDataLoader):
     class Config(ImageRowsDataLoader.Config, SFTDataLoader.Config):
         """Fine-tuning data with images."""
 
+        shuffle_buffer: int = ROWS_OF_STREAM
+        """Rows of a stream, with their images, that are shuffled and packed together, for each rank
+        and worker."""
+
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> ImageEncoder:
             chat = ChatEncoder(tokenizer, template, self.train_on, self.accepted_losses())
             return ImageEncoder(chat, self.processor(tokenizer), tokenizer)
+
+        def batch_maker(self, tokenizer: Tokenizer) -> Callable[[Windows, int], Batch]:
+            return ImageBatches(self.processor(tokenizer), is_packed=self.packing != "none")
 
     config: Config
 
@@ -39,9 +46,6 @@ class ImageDataLoader(ImageRowsDataLoader, SFTDataLoader):
     def packing_efficiency(self) -> float | None:
         """As in `SFTDataLoader`; None without packing, since rows end with their longest sample."""
         return None if self.config.packing == "none" else super().packing_efficiency
-
-    def batch_maker(self) -> Callable[[Windows, int], Batch]:
-        return ImageBatches(self.processor, is_packed=self.config.packing != "none")
 
 
 class ImageBatches:

@@ -28,7 +28,7 @@ from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.keys import image_keys
 from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.images.reader import ImageReader
-from torchtitan.components.images.rows_loader import ImageRowsDataLoader
+from torchtitan.components.images.rows_loader import ROWS_OF_STREAM, ImageRowsDataLoader
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.protocols.images import ImageInputs
 from torchtitan.tools.digests import digest_of
@@ -84,16 +84,26 @@ class ImagePreferenceDataLoader(ImageRowsDataLoader, PreferenceDataLoader):
     class Config(ImageRowsDataLoader.Config, PreferenceDataLoader.Config):
         """Preference data with images."""
 
+        shuffle_buffer: int = ROWS_OF_STREAM
+        """Rows of a stream, with their images, that are shuffled and packed together, for each rank
+        and worker."""
+
         def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> ImagePairEncoder:
             chat = ChatEncoder(tokenizer, template, "assistant", self.accepted_losses())
             owner = cast(type[ImagePreferenceDataLoader], self._owner)
             return owner.image_encoder(chat, self.processor(tokenizer), tokenizer)
 
+        def batch_maker(self, tokenizer: Tokenizer) -> Callable[[Windows, int], Batch]:
+            owner = cast(type[ImagePreferenceDataLoader], self._owner)
+            return owner.batches()(self.processor(tokenizer))
+
     config: Config
     image_encoder: ClassVar[type[ImagePairEncoder]] = ImagePairEncoder
 
-    def batch_maker(self) -> Callable[[Windows, int], Batch]:
-        return _ImagePairBatches(self.processor)
+    @classmethod
+    def batches(cls) -> "type[_ImagePairBatches]":
+        """Return the class that makes batches."""
+        return _ImagePairBatches
 
 
 class ImageAnswerDataLoader(ImagePreferenceDataLoader, AnswerDataLoader):
@@ -106,8 +116,9 @@ class ImageAnswerDataLoader(ImagePreferenceDataLoader, AnswerDataLoader):
 
     config: ImagePreferenceDataLoader.Config
 
-    def batch_maker(self) -> Callable[[Windows, int], Batch]:
-        return _ImageAnswerBatches(self.processor)
+    @classmethod
+    def batches(cls) -> "type[_ImagePairBatches]":
+        return _ImageAnswerBatches
 
 
 class ImageRewardDataLoader(ImagePreferenceDataLoader, RewardDataLoader):
@@ -116,8 +127,9 @@ class ImageRewardDataLoader(ImagePreferenceDataLoader, RewardDataLoader):
     config: ImagePreferenceDataLoader.Config
     image_encoder = ImageRewardEncoder
 
-    def batch_maker(self) -> Callable[[Windows, int], Batch]:
-        return _ImageRewardBatches(self.processor)
+    @classmethod
+    def batches(cls) -> "type[_ImagePairBatches]":
+        return _ImageRewardBatches
 
 
 class _ImagePairBatches:

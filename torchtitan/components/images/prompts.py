@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,13 +14,14 @@ from torchtitan.components.data.finetuning.chat_encoding import (
     EncodedSample,
 )
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Prompt, Sample
+from torchtitan.components.data.finetuning.prompt_streams import PromptStreamDataLoader
 from torchtitan.components.data.finetuning.prompts import PromptDataLoader, PromptRowEncoder
 from torchtitan.components.data.finetuning.samples import Windows
 from torchtitan.components.images.encoder import expand_prompt
 from torchtitan.components.images.loader import ImageBatches
 from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.images.reader import ImageReader
-from torchtitan.components.images.rows_loader import ImageRowsDataLoader
+from torchtitan.components.images.rows_loader import ROWS_OF_STREAM, ImageRowsDataLoader
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.digests import digest_of
 from torchtitan.tools.errors import UserError
@@ -52,12 +54,34 @@ class ImagePromptEncoder(PromptRowEncoder):
         return row._replace(parts=(part,), images=[image.to_json() for image in images])
 
 
-class ImagePromptDataLoader(ImageRowsDataLoader, PromptDataLoader):
+class _ImagePrompts:
+    """What a loader of prompts with images has for methods that sample their answers."""
+
+    config: Any
+    _tokenizer: Tokenizer
+    packs_answers = False
+
+    def image_reader(self) -> ImageReader:
+        return ImageReader(self.config.processor(self._tokenizer))
+
+    def answer_batch_maker(self) -> Callable[[Windows, int], Batch]:
+        return ImageBatches(self.config.processor(self._tokenizer))
+
+
+class ImagePromptStreamDataLoader(_ImagePrompts, PromptStreamDataLoader):
+    """Prompts with images of streams; see `ImagePromptDataLoader`."""
+
+
+class ImagePromptDataLoader(_ImagePrompts, ImageRowsDataLoader, PromptDataLoader):
     """Prompts with images. Their answers are trained with the images, one per window."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ImageRowsDataLoader.Config, PromptDataLoader.Config):
         """Prompts with images to answer."""
+
+        shuffle_buffer: int = ROWS_OF_STREAM
+        """Rows of a stream, with their images, that are shuffled together, for each rank and
+        worker."""
 
         def encoder(
             self, tokenizer: Tokenizer, template: ChatTemplate | None
@@ -66,10 +90,7 @@ class ImagePromptDataLoader(ImageRowsDataLoader, PromptDataLoader):
             return ImagePromptEncoder(chat, self.processor(tokenizer), tokenizer)
 
     config: Config
-    packs_answers = False
 
-    def image_reader(self) -> ImageReader:
-        return ImageReader(self.processor)
-
-    def answer_batch_maker(self) -> Callable[[Windows, int], Batch]:
-        return ImageBatches(self.processor)
+    @classmethod
+    def stream_class(cls) -> type[ImagePromptStreamDataLoader]:
+        return ImagePromptStreamDataLoader

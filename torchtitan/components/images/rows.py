@@ -33,7 +33,7 @@ from torchtitan.components.data.finetuning.conversation import (
     from_json,
 )
 from torchtitan.components.data.finetuning.row_formats import RowFormat, convert_by_function
-from torchtitan.components.data.sources.source import Source
+from torchtitan.components.data.sources.source import Source, StreamSource
 from torchtitan.components.images.files import ImageFile, ImageOpener, filled_key
 from torchtitan.components.images.remote import RemoteImages
 from torchtitan.tools.digests import cache_root
@@ -59,11 +59,12 @@ _LISTS = ("messages", "conversations")
 """Columns that may contain the JSON text of a list of turns."""
 
 
-def folder_of(source: Source) -> Path | None:
+def folder_of(source: Source | StreamSource) -> Path | None:
     """Return the folder to which paths in a source's rows are relative: the one that is searched
     for files, the folder of its only file, or the common one of several files. None: the data is
     not in a local folder."""
-    folders = [part.folder for part in source.parts]
+    parts = [] if isinstance(source, StreamSource) else source.parts
+    folders = [part.folder for part in parts]
     known = [folder.absolute() for folder in folders if folder is not None]
     return Path(os.path.commonpath(known)) if known and len(known) == len(folders) else None
 
@@ -88,12 +89,12 @@ def reads_images(format: RowFormat, opener: ImageOpener) -> RowFormat:
 
 
 def rows_with_images(
-    rows: Sequence[tuple[Source, RowFormat]],
+    rows: Sequence[tuple[Source | StreamSource, RowFormat]],
     image_root: str,
     *,
     fetch_images: bool,
     cache_dir: str,
-) -> list[tuple[Source, RowFormat]]:
+) -> list[tuple[Source | StreamSource, RowFormat]]:
     """Return sources with row formats that also convert rows with images.
 
     Args:

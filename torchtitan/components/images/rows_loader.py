@@ -10,7 +10,6 @@ import torch
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.finetuning.samples import SampleSets
-from torchtitan.components.data.sources.source import Source
 from torchtitan.components.images.processor import BackEnd, ImageProcessor, preferred_back_end
 from torchtitan.components.images.reader import ImageReader
 from torchtitan.components.images.rows import rows_with_images
@@ -27,6 +26,9 @@ def processor_of(tokenizer: Tokenizer, back_end: BackEnd = "auto") -> ImageProce
         raise UserError("data with images needs the folder of a model with an image processor")
     return ImageProcessor.from_folder(tokenizer.folder, tokenizer, back_end)
 
+
+ROWS_OF_STREAM = 256
+"""Rows of a buffer of streams by default: it holds their images as they are stored."""
 
 WHITE_SIZE = 512
 """Width and height of the images of a dry run, in pixels."""
@@ -73,7 +75,7 @@ class ImageRowsDataLoader(PlannedDataLoader):
             """Return white images that fill `n_tokens` tokens, see `white_images`."""
             return white_images(self.processor(tokenizer()), n_tokens)
 
-        def rows(self) -> list[tuple[Source, RowFormat]]:
+        def rows(self) -> list[tuple[Any, RowFormat]]:
             """Return the source and row format of each dataset, with the columns of images."""
             return rows_with_images(
                 super().rows(),
@@ -91,10 +93,6 @@ class ImageRowsDataLoader(PlannedDataLoader):
             }
 
     config: Config
-
-    @classmethod
-    def stream_class(cls) -> None:
-        """Rows with images are not streamed."""
 
     @property
     def processor(self) -> ImageProcessor:

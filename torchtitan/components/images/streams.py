@@ -109,8 +109,8 @@ class ImageStreamFeed(StreamFeed):
             sample = format.convert(row)
             if not isinstance(sample, Text):
                 raise UserError(
-                    f"dataset {self.source.name!r} has conversations, which are not streamed; copy "
-                    "it and train with --config sft_images"
+                    f"dataset {self.source.name!r} has conversations, which are not running text; "
+                    "train on them with --config sft_images --dataloader.stream all"
                 )
         except BrokenSample as error:
             self._drop(error)
@@ -210,8 +210,7 @@ class ImageStreamBatches(StreamBatches):
         self._rows = rows
 
     def stream(self) -> PackedStream:
-        arguments = self._sets, self._weights, self._tokenizer, self._layout, self._order
-        return PackedImageStream(*arguments, rows=self._rows)
+        return PackedImageStream(*self._arguments, rows=self._rows)
 
 
 class ImageStreamDataLoader(WindowsDataLoader):

@@ -16,6 +16,7 @@ from torchtitan.components.data.finetuning.preference import (
 from torchtitan.components.data.finetuning.prompt_streams import PromptStreamDataLoader
 from torchtitan.components.data.finetuning.streams import RowStreamDataLoader
 from torchtitan.components.data.plan import ShuffleSampler
+from torchtitan.components.data.sources import source
 from torchtitan.components.data.sources.source import resolve_rows
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.experiments.loss_sampling.sampler import LossSampler
@@ -46,12 +47,16 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder whose subfolders `datasets` reads instead of the repositories `hub/NAME`."""
     folder = tmp_path / "repositories"
     folder.mkdir()
-    read = datasets.load_dataset
 
-    def load(path: str, name: str | None = None, **options: Any) -> Any:
-        return read(str(folder / path.removeprefix("hub/")), name, **options)
+    def redirected(call: Any) -> Any:
+        def load(path: str, name: str | None = None, **options: Any) -> Any:
+            return call(str(folder / path.removeprefix("hub/")), name, **options)
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
+        return load
+
+    for name in ("load_dataset", "load_dataset_builder"):
+        monkeypatch.setattr(datasets, name, redirected(getattr(datasets, name)))
+    monkeypatch.setattr(source, "commit_of", lambda *_: "")
     for name in ("one", "two"):
         write(folder / name, [sft_row(name, number) for number in range(23)])
     write(folder / "pairs", [pair_row("pairs", number) for number in range(23)])
@@ -129,18 +134,8 @@ def test_streams_have_the_samples_of_copies(
     assert copied.total() == (46 if "pairs" in name and kind is not PromptDataLoader else 23)
 
 
-@pytest.mark.parametrize("kind", [SFTDataLoader, PreferenceDataLoader, PromptDataLoader])
-def test_resumption_is_exact(hub: Path, tmp_path: Path, kind: Any) -> None:
-    """In a mixture of two streams and a local file: at the ends, and within and between blocks."""
-    local = tmp_path / "local.jsonl"
-    make = sft_row if kind is SFTDataLoader else pair_row
-    local.write_text("\n".join(json.dumps(make("local", number)) for number in range(11)))
-    names = ["hub/one" if kind is SFTDataLoader else "hub/pairs", "hub/two", str(local)]
-    if kind is not SFTDataLoader:
-        write(hub / "others", [pair_row("others", number) for number in range(9)])
-        names[1] = "hub/others"
-    weights = {"weights": [2.0, 1.0, 1.0]} if kind is SFTDataLoader else {}
-    config = config_of(kind, names, tmp_path, **STREAMED, **weights)
+def check_resumption(config: Any, build: Any = build, plain: Any = plain) -> list[Any]:
+    """At the ends, and within and between blocks. Return the batches as by `plain`."""
     whole = build(config, epochs=2)
     batches, states = [], [json.loads(json.dumps(whole.state_dict()))]
     for batch in whole:
@@ -151,6 +146,103 @@ def test_resumption_is_exact(hub: Path, tmp_path: Path, kind: Any) -> None:
         again = build(config, epochs=2)
         again.load_state_dict(states[place])
         assert [plain(batch) for batch in again] == batches[place:]
+    return batches
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [
+        (SFTDataLoader, [2.0, 1.0, 1.0]),
+        (SFTDataLoader, []),
+        (PreferenceDataLoader, []),
+        (PromptDataLoader, []),
+    ],
+)
+def test_resumption_is_exact(hub: Path, tmp_path: Path, kind: Any, weights: list[float]) -> None:
+    """In a mixture of two streams and a local file."""
+    local = tmp_path / "local.jsonl"
+    make = sft_row if kind is SFTDataLoader else pair_row
+    local.write_text("\n".join(json.dumps(make("local", number)) for number in range(11)))
+    names = ["hub/one" if kind is SFTDataLoader else "hub/pairs", "hub/two", str(local)]
+    if kind is not SFTDataLoader:
+        write(hub / "others", [pair_row("others", number) for number in range(9)])
+        names[1] = "hub/others"
+    own = {"weights": weights} if weights else {}
+    check_resumption(config_of(kind, names, tmp_path, **STREAMED, **own))
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [(SFTDataLoader, 1), (SFTDataLoader, 3), (PreferenceDataLoader, 3), (PromptDataLoader, 1)],
+)
+def test_each_dataset_is_read_once_per_epoch(
+    hub: Path, tmp_path: Path, kind: Any, ranks: int
+) -> None:
+    """Without weights, as copies are; one of them is too small for three ranks."""
+    make = sft_row if kind is SFTDataLoader else pair_row
+    write(hub / "small", [make("small", number) for number in range(2)], n_files=1)
+    local = tmp_path / "local.jsonl"
+    local.write_text("\n".join(json.dumps(make("local", number)) for number in range(11)))
+    names = ["hub/one" if kind is SFTDataLoader else "hub/pairs", "hub/small", str(local)]
+    copied = samples_in(read_all(build(config_of(kind, names, tmp_path), epochs=2)))
+    batches: list[Any] = []
+    for rank in range(ranks):
+        loader = build(
+            config_of(kind, names, tmp_path, **STREAMED),
+            **{"epochs": 2, "dp_rank": rank, "dp_world_size": ranks},
+        )
+        batches += read_all(loader)
+    assert samples_in(batches) == copied
+    assert copied.total() == 2 * (23 + 2 + 11) * (2 if kind is PreferenceDataLoader else 1)
+
+
+def test_without_weights_turns_follow_sizes(hub: Path, tmp_path: Path) -> None:
+    """The large dataset is four times as large as the small one, and both last for the epoch."""
+    for name, count in (("large", 160), ("small", 40)):
+        write(hub / name, [{"ask": f"{number:03}?", "say": "Yes."} for number in range(count)])
+    options = {**STREAMED, "packing": "none"}
+    config = config_of(SFTDataLoader, ["hub/small", "hub/large"], tmp_path, **options)
+    loader = build(config, local_batch_size=1, epochs=1)
+    sets = [loader.datasets_of(batch)[0, 0].item() for batch in read_all(loader)]
+    assert len(sets) == 200
+    for end in range(1, 201):
+        assert abs(sum(sets[:end]) - 0.8 * end) <= 1
+
+
+def test_a_run_of_several_epochs_continues_one_that_ended(hub: Path, tmp_path: Path) -> None:
+    config = config_of(SFTDataLoader, ["hub/one", "hub/two"], tmp_path, **STREAMED)
+    whole = [plain(batch) for batch in build(config, local_batch_size=1, epochs=2)]
+    ended = build(config, local_batch_size=1, epochs=1)
+    first = [plain(batch) for batch in ended]
+    again = build(config, local_batch_size=1, epochs=2)
+    again.load_state_dict(json.loads(json.dumps(ended.state_dict())))
+    assert first + [plain(batch) for batch in again] == whole
+
+
+def test_one_label_alone_is_told_after_the_first_rows(
+    hub: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, label in (("good", True), ("bad", False)):
+        rows = [{"prompt": f"{n}?", "completion": "Yes.", "label": label} for n in range(30)]
+        write(hub / name, rows)
+    for names, said in ((["good"], True), (["bad"], True), (["good", "bad"], False)):
+        caplog.clear()
+        named = [f"hub/{name}" for name in names]
+        next(build(config_of(AnswerDataLoader, named, tmp_path, **STREAMED)))
+        assert ("KTO also needs" in caplog.text) == said
+        if said:
+            found, lacking = ("desirable", "undesirable")[:: 1 if names == ["good"] else -1]
+            assert f"needs {lacking} answers, and all are {found} so far" in caplog.text
+
+
+def test_the_ledger_names_the_restart(hub: Path, tmp_path: Path) -> None:
+    """After a restart with other ranks, a row's place among those of its reader is another one."""
+    config = config_of(SFTDataLoader, ["hub/one"], tmp_path, **STREAMED)
+    saved = build(config)
+    again = build(config, dp_world_size=2)
+    again.load_state_dict(json.loads(json.dumps(saved.state_dict())))
+    assert saved.sample_name(0) == "hub/one, row 1 as read by worker 0 of rank 0"
+    assert again.sample_name(0) == "hub/one, row 1 as read by worker 0 of rank 0 after restart 1"
 
 
 def test_epochs_and_buffers_are_shuffled_and_packed(hub: Path, tmp_path: Path) -> None:
@@ -311,7 +403,6 @@ def test_what_streams_cannot_do_is_refused(hub: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             build(config)
 
-    refused("dataloader.weights 1 1", ["hub/one", "hub/two"])
     refused("without a sampler that chooses them", sampler=LossSampler.Config())
     refused("pack_chunk 5 cannot be combined with --dataloader.stream all", pack_chunk=5)
     refused("max_epochs", max_epochs=[2.0])

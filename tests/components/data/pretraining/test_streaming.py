@@ -323,7 +323,7 @@ def test_stream_can_be_pickled(one_file, tokenizer):
         document_mask=True,
     )
     order = StreamOrder(shuffle=True, block_size=16, seed=0)
-    stream = PackedStream([source], [], tokenizer, layout, order)
+    stream = PackedStream([source], [], [], tokenizer, layout, order)
     copy = pickle.loads(pickle.dumps(stream))
     assert as_lists(take(iter(copy), 3)) == as_lists(take(iter(stream), 3))
 
@@ -499,6 +499,24 @@ def test_document_names(one_file, tokenizer):
     assert loader.describe(second["documents"][0]).endswith(" as read by worker 1 of rank 1")
     assert loader.describe(torch.tensor([-1, -1])) == "no document (padding)"
     loader.close()
+
+
+def test_the_ledger_names_the_epoch(one_file, tokenizer):
+    """In which a document has another place among those of its reader."""
+    batches = list(build(one_file, tokenizer, epochs=2))
+    loader = build(one_file, tokenizer)
+    names = [
+        name
+        for batch in batches
+        for row in batch["documents"]
+        for name in loader.document_names(row)
+    ]
+    of_epoch = [
+        [name for name in names if ("of epoch 2" in name) is second] for second in (False, True)
+    ]
+    assert len(of_epoch[0]) == len(of_epoch[1]) > 5
+    assert "documents 1-" in of_epoch[0][0] and "documents 1-" in of_epoch[1][0]
+    assert not set(of_epoch[0]) & set(of_epoch[1])
 
 
 def test_validation_split(tmp_path, tokenizer):

@@ -89,6 +89,30 @@ for name in ("org/none", "org/qa@v9", "org/qa[dev]"):
 print(json.dumps([out, errors]))
 """
 
+RESUME = """\
+import json, sys
+from pathlib import Path
+from torchtitan.components.data import PretrainDataLoader, SFTDataLoader
+from torchtitan.components.tokenizer import PretrainedTokenizer
+
+tokenizer, state = PretrainedTokenizer.Config().build(), Path(sys.argv[1])
+options = {"dataset": ["org/qa"], "stream": "all"}
+sft = {"chat_template": "alpaca", "columns": ["prompt=ask", "completion=say"], "packing": "none"}
+configs = [
+    SFTDataLoader.Config(**options, **sft),
+    PretrainDataLoader.Config(**options, text_column="ask"),
+]
+found, states = [], json.loads(state.read_text()) if state.exists() else None
+for number, config in enumerate(configs):
+    loader = config.build(tokenizer=tokenizer, seq_len=128, local_batch_size=1)
+    if states:
+        loader.load_state_dict(states[number])
+    found.append([next(loader), loader.state_dict()])
+if not states:
+    state.write_text(json.dumps([position for _, position in found]))
+print(json.dumps([tokenizer.decode(batch["input"].flatten().tolist()) for batch, _ in found]))
+"""
+
 READ_OFFLINE = """\
 import sys
 from torchtitan.components.data.sources.source import CHAT_DATASETS, resolve_source
@@ -166,3 +190,25 @@ def test_data_is_read_by_name(repositories, tmp_path):
     assert branch == newest
     assert only == "['A text of less.']"
     assert "'org/new'" in unknown and "check the network, or use a local path" in unknown
+
+
+@pytest.mark.slow
+def test_a_resumed_run_reads_the_commit_it_began_with(repositories, tmp_path):
+    """Although the newest one of the branch is another by then."""
+    revisions = repositories["org/qa"]
+    state, shown = tmp_path / "state.json", []
+    for folders in (revisions, dict(reversed(revisions.items()))):
+        with local_hub({"org/qa": folders}) as address:
+            environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": address}
+            words = [sys.executable, "-c", RESUME, str(state)]
+            done = subprocess.run(
+                words, env=environment, cwd=PROJECT, capture_output=True, text=True
+            )
+        assert done.returncode == 0, done.stderr[-2000:]
+        shown.append(json.loads(done.stdout.splitlines()[-1]))
+        commit = hashlib.sha1(b"org/qamain").hexdigest()
+        assert (f"continues to read commit {commit}" in done.stderr + done.stdout) == (
+            len(shown) == 2
+        )
+    for texts in shown:
+        assert all("main train" in text and "v1" not in text for text in texts)

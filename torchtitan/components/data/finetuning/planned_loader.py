@@ -141,7 +141,8 @@ class PlannedDataLoader(TokenizingDataLoader):
         core, at most 8. Their number does not change samples or order."""
         stream: Literal["none", "all"] = "none"
         """Datasets on the Hugging Face Hub to read and encode during training: all, or none, which
-        copies them first. Local data beside streams is read in the same way."""
+        copies them first. Local data beside streams is read in the same way, and each dataset once
+        per epoch, unless they have weights."""
         shuffle_buffer: int = 4096
         """Rows of a stream that are shuffled and packed together, for each rank and worker."""
         sampler: Sampler.Config = field(default_factory=ShuffleSampler.Config)
@@ -168,9 +169,7 @@ class PlannedDataLoader(TokenizingDataLoader):
             if self.stream == "none":
                 return TokenizingDataLoader.Config.build(self, *args, **runtime)
             self.validate()
-            streams = self.loader.stream_class()
-            assert streams is not None  # says `validate`
-            return streams(copy.deepcopy(self), *args, **runtime)
+            return self.loader.stream_class()(copy.deepcopy(self), *args, **runtime)
 
         def stream_order(self, seed: int) -> "StreamOrder":
             """Return the order of streamed rows."""
@@ -222,6 +221,11 @@ class PlannedDataLoader(TokenizingDataLoader):
             return self.loader.encoder_class(
                 ChatEncoder(tokenizer, template, "assistant", self.accepted_losses())
             )
+
+        def batch_maker(self, tokenizer: Tokenizer) -> Callable[[Windows, int], Batch]:
+            """Return the function that creates batches, by default the loader's `collate`; worker
+            processes get a copy."""
+            return self.loader.collate
 
         def filters(self) -> FilterConfig:
             return FilterConfig(
@@ -328,9 +332,8 @@ class PlannedDataLoader(TokenizingDataLoader):
     encoder_class: ClassVar[type[RowEncoder]]
 
     @classmethod
-    def stream_class(cls) -> "type[RowStreamDataLoader] | None":
-        """Return the loader that reads and encodes the rows during training; None if they must be
-        known before."""
+    def stream_class(cls) -> "type[RowStreamDataLoader]":
+        """Return the loader that reads and encodes the rows during training."""
         from torchtitan.components.data.finetuning.streams import RowStreamDataLoader
 
         return RowStreamDataLoader
@@ -340,7 +343,10 @@ class PlannedDataLoader(TokenizingDataLoader):
         self.samples = self._open_samples()
         """Samples that fit into windows, with reports on dropped rows."""
         self._batches = WindowDataset(
-            self.samples, self._layout.seq_len, self.batch_maker(), self._layout.vocab_size
+            self.samples,
+            self._layout.seq_len,
+            self.config.batch_maker(self._tokenizer),
+            self._layout.vocab_size,
         )
         self._planner = self._new_planner(seed, samples_per_step)
         self._prefetched_positions: deque[Snapshot] = deque()
@@ -372,10 +378,11 @@ class PlannedDataLoader(TokenizingDataLoader):
         """Return a batch without `documents`."""
         return pack_windows(windows, seq_len)
 
-    def batch_maker(self) -> Callable[[Windows, int], Batch]:
-        """Return the function that creates batches, by default `collate`; worker processes get a
-        copy."""
-        return type(self).collate
+    @staticmethod
+    def label_warning(lengths: Sequence[int]) -> str:
+        """Return a warning about the labels of all rows, given the most tokens of each of their
+        parts; empty: none."""
+        return ""
 
     def plan(
         self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any

@@ -132,19 +132,16 @@ class AnswerDataLoader(PreferenceDataLoader):
 
     def log_data(self) -> None:
         super().log_data()
-        lengths = (
-            np.concatenate([data.sequence_positions() for data in self.samples.sets])
-            .max(axis=0)
-            .tolist()
-        )
-        if 0 in lengths:
-            found, lacking = (
-                ("desirable", "undesirable") if lengths[0] else ("undesirable", "desirable")
-            )
-            logger.warning(
-                f"all answers in {' '.join(self.config.dataset)} are {found}; KTO also needs "
-                f"{lacking} ones"
-            )
+        positions = np.concatenate([data.sequence_positions() for data in self.samples.sets])
+        if warning := self.label_warning(positions.max(axis=0).tolist()):
+            logger.warning(f"{' '.join(self.config.dataset)}: {warning}")
+
+    @staticmethod
+    def label_warning(lengths: Sequence[int]) -> str:
+        if 0 not in lengths:
+            return ""
+        kinds = ("desirable", "undesirable") if lengths[0] else ("undesirable", "desirable")
+        return "KTO also needs {1} answers, and all are {0}".format(*kinds)
 
     @staticmethod
     def collate(windows: Windows, seq_len: int) -> Batch:

@@ -66,7 +66,7 @@ class PromptDataLoader(PromptPosition, PlannedDataLoader):
     encoder_class: ClassVar[type[RowEncoder]] = PromptRowEncoder
 
     @classmethod
-    def stream_class(cls) -> "type[PromptStreamDataLoader] | None":
+    def stream_class(cls) -> "type[PromptStreamDataLoader]":
         from torchtitan.components.data.finetuning.prompt_streams import PromptStreamDataLoader
 
         return PromptStreamDataLoader

@@ -168,19 +168,31 @@ class LengthFilteredDataset:
         `left_out`."""
         report, cache = self.report, self._cache
         has_several = report.samples > report.kept
-        report.samples -= len(dropped)
         kept_rows: set[str] = set()
         if dropped and has_several:
             kept_rows = {cache.row_of(index) for index in np.flatnonzero(keep).tolist()}
-        counted: set[str] = set()
-        for index, (reason, why) in dropped:
-            row = cache.row_of(index)
-            if row in kept_rows:
-                report.left_out.add(cache.describe(index), f"{reason}: {why}")
-            elif row not in counted:
-                counted.add(row)
-                report.kept -= 1
-                report.drop(row, reason, why)
+        for row, found in itertools.groupby(dropped, lambda one: cache.row_of(one[0])):
+            named = [(cache.describe(index), why) for index, why in found]
+            count_too_long(report, row, named, is_kept=row in kept_rows)
+
+
+def count_too_long(
+    report: Report, row: str, dropped: Sequence[tuple[str, Dropped]], *, is_kept: bool
+) -> None:
+    """Correct a report that has counted all samples of a row, of which a limit drops some.
+
+    Args:
+        row: location of the row.
+        dropped: name of each dropped sample, and the reason.
+        is_kept: whether other samples of the row are kept.
+    """
+    report.samples -= len(dropped)
+    if is_kept:
+        for name, (reason, why) in dropped:
+            report.left_out.add(name, f"{reason}: {why}")
+    elif dropped:
+        report.kept -= 1
+        report.drop(row, *dropped[0][1])
 
 
 def warnings_of(report: Report, limit: LengthLimit) -> Iterator[str]:

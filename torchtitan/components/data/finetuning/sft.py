@@ -162,13 +162,11 @@ class SFTDataLoader(PlannedDataLoader):
 
         def for_validation(self, dataset: str) -> "SFTDataLoader.Config | None":
             """Return the base class's config without weights: all datasets are read equally
-            often. Streams, whose sizes are unknown, get equal weights."""
+            often."""
             config = PlannedDataLoader.Config.for_validation(self, dataset)
             if config is None:
                 return None
-            has_weights = self.stream == "all" and len(config.dataset) > 1
-            weights = [1.0] * len(config.dataset) if has_weights else []
-            return dataclasses.replace(config, weights=weights, weight_schedule=[], max_epochs=[])
+            return dataclasses.replace(config, weights=[], weight_schedule=[], max_epochs=[])
 
     config: Config
     kind = "sft"

@@ -23,7 +23,12 @@ from torchtitan.components.data.finetuning.filters import Dropped, FilterConfig
 from torchtitan.components.data.finetuning.row_batches import BatchEncoder, EncodedBatch
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.finetuning.sample_cache import name_of, row_of
-from torchtitan.components.data.finetuning.samples import LengthLimit, Windows, warnings_of
+from torchtitan.components.data.finetuning.samples import (
+    LengthLimit,
+    Windows,
+    count_too_long,
+    warnings_of,
+)
 from torchtitan.components.data.plan.packing import PACKINGS
 from torchtitan.components.data.pretraining.order import permute
 from torchtitan.components.data.pretraining.streaming import (
@@ -60,7 +65,7 @@ class RowKind(Protocol):
     def positions_of_window(seq_len: int) -> int: ...
 
     @staticmethod
-    def collate(windows: Windows, seq_len: int) -> Batch: ...
+    def label_warning(lengths: Sequence[int]) -> str: ...
 
 
 class RowsConfig(Protocol):
@@ -77,6 +82,8 @@ class RowsConfig(Protocol):
 
     def order_key(self) -> list[Any]: ...
 
+    def batch_maker(self, tokenizer: Tokenizer) -> Callable[[Windows, int], Batch]: ...
+
 
 class RowSet(NamedTuple):
     """One dataset of a stream."""
@@ -87,6 +94,10 @@ class RowSet(NamedTuple):
     format: RowFormat
     key: Any
     """JSON-serializable; equal keys mean equal rows."""
+
+    def n_bytes(self) -> int:
+        """Return the bytes of the data as it is stored."""
+        return self.source.n_bytes()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +198,8 @@ class RowStreamFeed(StreamFeed):
             logger.info("%s: %s", self.name, line)
         for warning in warnings_of(report, self._limit):
             logger.warning("%s: %s", self.name, warning)
+        if warning := self.dataset.label_warning():
+            logger.warning("%s: %s so far", self.name, warning)
 
     def _samples(
         self, block: int, rows: Sequence[Row], report: Report
@@ -200,27 +213,22 @@ class RowStreamFeed(StreamFeed):
             report.add(encoded.report)
             for where, sample in self._fitting(encoded, report):
                 samples.append((numbers[where] * self.n_nodes + self.node, sample))
+        self.dataset.note_lengths(self.source.name, [sample for _, sample in samples])
         return samples
 
     def _fitting(self, batch: EncodedBatch, report: Report) -> Iterator[tuple[str, EncodedRow]]:
         """Yield the samples within the limit with the locations of their rows, and count others."""
         for where, samples in itertools.groupby(batch.samples, lambda found: row_of(found[0])):
             dropped: list[tuple[str, Dropped]] = []
-            n_kept = 0
+            is_kept = False
             for place, sample in samples:
                 kept = self._limit.counted(sample, name_of(place), report)
                 if isinstance(kept, Dropped):
                     dropped.append((name_of(place), kept))
                 else:
-                    n_kept += 1
+                    is_kept = True
                     yield where, kept
-            report.samples -= len(dropped)
-            if n_kept:
-                for name, (reason, why) in dropped:
-                    report.left_out.add(name, f"{reason}: {why}")
-            elif dropped:
-                report.kept -= 1
-                report.drop(where, *dropped[0][1])
+            count_too_long(report, where, dropped, is_kept=is_kept)
 
     def _packed(self, samples: list[EncodedRow], epoch: int, block: int) -> list[np.ndarray]:
         """Return the indices of the samples of each window, in the order of training."""
@@ -257,6 +265,23 @@ class PackedRows(PackedStream):
     def __init__(self, *arguments: Any, rows: RowWindows):
         super().__init__(*arguments)
         self.rows = rows
+        self._make = rows.config.batch_maker(rows.tokenizer)
+        self._lengths: dict[str, list[int]] = {}
+
+    def note_lengths(self, name: str, samples: Sequence[EncodedRow]) -> None:
+        """Remember the most tokens of each part of a dataset's samples."""
+        for sample in samples:
+            lengths = [len(part.ids) for part in sample.parts]
+            known = self._lengths.setdefault(name, lengths)
+            self._lengths[name] = list(map(max, known, lengths))
+
+    def label_warning(self) -> str:
+        """Return a warning about the labels of the rows that were read, if there are some of each
+        dataset; empty: none."""
+        if len(self._lengths) < len({one.source.name for one in self.sets}):  # type: ignore
+            return ""
+        of_parts = zip(*self._lengths.values(), strict=True)
+        return self.rows.loader.label_warning(list(map(max, of_parts)))
 
     def feed(self, data: Any, node: int, n_nodes: int) -> Feed:
         is_stream = isinstance(data.source, StreamSource)
@@ -268,7 +293,7 @@ class PackedRows(PackedStream):
         layout = self.layout
         padding: list[Any] = [([], ())] * (layout.local_batch_size - len(samples))
         windows, documents = zip(*samples, *padding, strict=True)
-        batch = self.rows.loader.collate(windows, layout.seq_len)
+        batch = self._make(windows, layout.seq_len)
         width = max(1, *map(len, documents))
         filled = [[*row, *[NO_DOCUMENT] * (width - len(row))] for row in documents]
         return {**batch, "documents": torch.tensor(filled, dtype=torch.int64)}
@@ -290,26 +315,31 @@ class RowStreamBatches(StreamBatches):
         self._rows = rows
 
     def stream(self) -> PackedStream:
-        arguments = self._sets, self._weights, self._tokenizer, self._layout, self._order
-        return PackedRows(*arguments, rows=self._rows)
+        return PackedRows(*self._arguments, rows=self._rows)
+
+    @staticmethod
+    def _pinned(data: Any, commit: str | None) -> Any:
+        return data._replace(source=StreamBatches._pinned(data.source, commit))
+
+    @staticmethod
+    def _commit(data: Any) -> str:
+        return StreamBatches._commit(data.source)
 
     @property
     def _names(self) -> str:
         return ", ".join(map(repr, self._named))
 
     def describe(self, first: int, last: int) -> str:
-        n_sets, workers = len(self._sets), max(1, self._layout.num_workers)
-        number, place = divmod(first // n_sets, self._layout.dp_world_size * workers)
-        rank, worker = divmod(place, workers)
-        name = self._named[first % n_sets]
-        return f"{name}, row {number + 1} as read by worker {worker} of rank {rank}"
+        number, place = divmod(first, len(self._sets))
+        row, reader = self._reader(number)
+        return f"{self._named[place]}, row {row + 1} {reader}"
 
 
 class RowStreamDataLoader(WindowsDataLoader):
     """Rows of streams, encoded, filtered and packed during training: `--dataloader.stream all`.
     Built by the configuration of the loader of the same rows without streams, whose batches have
-    the same form. Datasets take turns by their weights, window by window; without weights, in
-    equal shares."""
+    the same form. Datasets take turns by their weights, window by window; without weights, by the
+    sizes of their files, and each is read once per epoch."""
 
     config: Any
     """A `PlannedDataLoader.Config`."""
@@ -325,14 +355,9 @@ class RowStreamDataLoader(WindowsDataLoader):
             template=self.template,
             seq_len=self._layout.seq_len,
         )
-        weights = self._weights or [1.0] * len(config.dataset)
+        weights = getattr(config, "weights", [])  # which not all loaders have
         self._batches = RowStreamBatches(self._sets(), weights, self._layout, order, rows)
         self.n_samples = None
-
-    @property
-    def _weights(self) -> list[float]:
-        """Configured weights; empty for a loader without this option."""
-        return getattr(self.config, "weights", [])
 
     def _sets(self) -> list[RowSet]:
         config = self.config

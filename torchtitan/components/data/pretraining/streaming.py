@@ -5,7 +5,9 @@ packs its documents into windows and can resume at any window. The shuffle buffe
 not used because resuming loses its content. Instead, a node reads a block of documents and permutes
 it. Its state is the stream's state before the block and the position in the block; resuming reads
 the block again. In a mixture, the datasets of a node take turns, window by window, and each has its
-own position; of local data, a node reads every n-th window of its order.
+own position (see `turns`); of local data, a node reads every n-th window of its order.
+
+A stream is pinned to the commit that is the newest when the run begins, and its state names it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +21,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan.components.data.base import Batch, Layout
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.pretraining.order import BlockOrder, permute, turns_of
+from torchtitan.components.data.pretraining.order import BlockOrder, permute
 from torchtitan.components.data.pretraining.token_cache import document_wrapping
 from torchtitan.components.data.pretraining.tokens import Tokens
+from torchtitan.components.data.pretraining.turns import WeightedTurns, WholeEpochs
 from torchtitan.components.data.pretraining.windows import (
     BatchIterator,
     PackedDataset,
@@ -41,6 +44,9 @@ from torchtitan.tools.logging import logger
 T = TypeVar("T")
 
 DOCUMENTS_PER_ENCODING = 64
+
+EPOCH_BIT = 40
+"""The bits of a document's number from this one on are the epoch, from 0."""
 
 
 class StreamPosition(NamedTuple):
@@ -76,19 +82,23 @@ class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
 
     Args:
         sets: streams, and in a mixture also local data.
-        weights: share of each set in the windows; empty only for one set.
+        weights: share of each set in the windows; empty: each is read once per epoch.
+        sizes: size of each set, in any unit, by which sets without weights take turns; empty for
+            one set.
     """
 
     def __init__(
         self,
         sets: Sequence[StreamSource | Tokens],
         weights: Sequence[float],
+        sizes: Sequence[int],
         tokenizer: Tokenizer,
         layout: Layout,
         order: StreamOrder,
     ):
         self.sets = sets
-        self.weights = weights or [1]
+        self.weights = weights
+        self.sizes = sizes
         self.encoder = ArrayEncoder(tokenizer)
         self.layout = layout
         self.order = order
@@ -98,6 +108,13 @@ class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
         workers_per_rank = max(1, self.layout.num_workers)
         node = self.layout.dp_rank * workers_per_rank + (worker.id if worker else 0)
         return PackedStreamIterator(self, node, self.layout.dp_world_size * workers_per_rank)
+
+    def turns(self) -> WeightedTurns | WholeEpochs:
+        """Return the order in which the sets take turns."""
+        epochs, first = self.layout.epochs, self.order.first_epoch
+        if self.weights or len(self.sets) == 1:
+            return WeightedTurns(self.weights or [1], epochs)
+        return WholeEpochs(self.sizes, epochs, first)
 
     def feed(self, data: StreamSource | Tokens, node: int, n_nodes: int) -> "Feed":
         """Return the windows of one dataset for one node."""
@@ -114,10 +131,13 @@ class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
 class Feed(Protocol):
     """Windows of one dataset for one node."""
 
-    def windows(self, position: Any | None) -> Iterator[tuple[Any, Any]]:
-        """Yield samples from a position on (None: the beginning), with the position after each, as
-        JSON-serializable values. A sample is what `PackedStream.make_batch` takes: a pair of values
-        and of numbers of documents."""
+    def beginning(self, epoch: int) -> Any:
+        """Return the position at the beginning of an epoch."""
+
+    def windows(self, position: Any, epochs: int | None) -> Iterator[tuple[Any, Any]]:
+        """Yield samples from a position to the end of `epochs` epochs (None: without end), with the
+        position after each, as JSON-serializable values. A sample is what
+        `PackedStream.make_batch` takes: a pair of values and of numbers of documents."""
 
 
 class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
@@ -126,24 +146,28 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
 
     def __init__(self, dataset: PackedStream, node: int, n_nodes: int):
         self._layout = dataset.layout
-        self._weights = list(dataset.weights)
-        self._turns = turns_of(dataset.weights)
         self._feeds: list[Feed] = [dataset.feed(data, node, n_nodes) for data in dataset.sets]
         self._dataset = dataset
-        self.load_state_dict({"turn": 0, "positions": [None] * len(self._feeds)})
+        self.load_state_dict({"positions": [None] * len(self._feeds)})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch as JSON-serializable values."""
-        weights = list(self._weights)
-        return {"turn": self._turn, "weights": weights, "positions": list(self._positions)}
+        return {**self._turns.state_dict(), "positions": list(self._positions)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a position; that of one stream may also be its own, as it once was saved."""
-        self._positions = list(state.get("positions", [state]))
-        is_same = state.get("weights", self._weights) == self._weights
-        self._turn = state.get("turn", 0) if is_same else 0  # a change begins a new cycle
+        first = self._dataset.order.first_epoch
+        self._positions = [
+            feed.beginning(first) if position is None else position
+            for feed, position in zip(self._feeds, state.get("positions", [state]), strict=True)
+        ]
+        self._turns = self._dataset.turns()
+        self._turns.load_state_dict(state)
+        self._open()
+
+    def _open(self) -> None:
         self._windows = [
-            feed.windows(position)
+            feed.windows(position, self._turns.epochs)
             for feed, position in zip(self._feeds, self._positions, strict=True)
         ]
 
@@ -157,16 +181,23 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         layout = self._layout
         samples: list[Any] = []
         while len(samples) < layout.local_batch_size:
-            number = int(self._turns[self._turn % len(self._turns)])
-            window = next(self._windows[number], None)
-            if window is None:
+            if (number := self._turns.next_set()) is None:
                 break
+            if (window := next(self._windows[number], None)) is None:
+                self._end(number)
+                continue
             sample, self._positions[number] = window
-            self._turn += 1
+            self._turns.add_window(number)
             samples.append(self._numbered(sample, number))
         if not samples:
             raise StopIteration
         return self._dataset.make_batch(samples)
+
+    def _end(self, number: int) -> None:
+        """Let a dataset that has been read wait for the others, if it is to be read again."""
+        if (epoch := self._turns.end(number)) is not None:
+            self._positions = [feed.beginning(epoch) for feed in self._feeds]
+            self._open()
 
     def _numbered(self, sample: Any, number: int) -> Any:
         """Return a sample whose documents' numbers are unique over all datasets."""
@@ -187,8 +218,11 @@ class TokensFeed:
         blocks = BlockOrder([self._size], shuffle=order.shuffle, seed=order.seed + order.restarts)
         self._data = PackedDataset([tokens], layout, blocks, block=layout.seq_len, n_samples=None)
 
-    def windows(self, position: Any | None) -> Iterator[tuple[Sample, Any]]:
-        epochs, number = self._layout.epochs, position or 0
+    def beginning(self, epoch: int) -> int:
+        return max(0, -((self._node - epoch * self._size) // self._n_nodes))
+
+    def windows(self, position: int, epochs: int | None) -> Iterator[tuple[Sample, int]]:
+        number = position
         while True:
             place = number * self._n_nodes + self._node
             if epochs is not None and place >= epochs * self._size:
@@ -211,22 +245,26 @@ class StreamFeed:
         self.n_nodes = n_nodes
         self._wrapping = document_wrapping(dataset.encoder.tokenizer)
 
-    def windows(self, position: Any | None) -> Iterator[tuple[Sample, Any]]:
-        begin = StreamPosition(epoch=self.dataset.order.first_epoch)
-        found = StreamPosition(**position) if position else begin
-        for sample, after in self._all_windows(found):
+    def beginning(self, epoch: int) -> dict[str, Any]:
+        return StreamPosition(epoch=epoch)._asdict()
+
+    def windows(
+        self, position: dict[str, Any], epochs: int | None
+    ) -> Iterator[tuple[Sample, dict[str, Any]]]:
+        for sample, after in self._all_windows(StreamPosition(**position), epochs):
             yield sample, after._asdict()
 
-    def _all_windows(self, position: StreamPosition) -> Iterator[tuple[Sample, StreamPosition]]:
+    def _all_windows(
+        self, position: StreamPosition, epochs: int | None
+    ) -> Iterator[tuple[Sample, StreamPosition]]:
         """Yield samples with the position after each."""
-        epochs = self.dataset.layout.epochs
         while epochs is None or position.epoch < epochs:
             at_beginning, empty = position == StreamPosition(epoch=position.epoch), True
             for window in self.epoch_windows(position):
                 yield window
                 empty = False
             if at_beginning and empty:
-                if len(self.dataset.sets) > 1:
+                if self.dataset.weights and len(self.dataset.sets) > 1:
                     raise UserError(
                         f"dataset {self.source.name!r} has fewer documents than the run has ranks "
                         f"and workers ({self.n_nodes}); copy it (--dataloader.stream none)"
@@ -329,9 +367,10 @@ class StreamFeed:
         ]
 
     def number(self, position: StreamPosition) -> int:
-        return (
-            position.block * self.dataset.order.block_size + position.document
-        ) * self.n_nodes + self.node
+        """Return a number of a document that no other one has, and the same one in another epoch,
+        where it has another place."""
+        place = position.block * self.dataset.order.block_size + position.document
+        return (position.epoch << EPOCH_BIT) + place * self.n_nodes + self.node
 
 
 def twice_if_different(encode: Callable[[], T]) -> T:
@@ -374,6 +413,8 @@ class StreamBatches(BatchIterator):
     """Batches from a stream, or a mixture with streams. Exact resumption needs the same number of
     ranks and workers; otherwise the data restarts with a warning and is shuffled differently.
 
+    The state names the commit of each stream on the hub, and a resumed run reads the same one.
+
     Args:
         sets, weights: as in `PackedStream`.
         details: further JSON-serializable values on which the windows depend.
@@ -388,7 +429,7 @@ class StreamBatches(BatchIterator):
         order: StreamOrder,
         details: Sequence[Any] = (),
     ):
-        self._sets = sets
+        self._sets = [self._pinned(one, None) for one in sets]
         self._weights = weights
         self._tokenizer = tokenizer
         self._order = order
@@ -402,7 +443,40 @@ class StreamBatches(BatchIterator):
 
     def stream(self) -> PackedStream:
         """Return the batches of this rank, from their beginning."""
-        return PackedStream(self._sets, self._weights, self._tokenizer, self._layout, self._order)
+        return PackedStream(*self._arguments)
+
+    @property
+    def _arguments(self) -> tuple[Any, ...]:
+        return (
+            *(self._sets, self._weights, self._sizes),
+            *(self._tokenizer, self._layout, self._order),
+        )
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """Bytes of each set, by which sets without weights take turns."""
+        is_needed = len(self._sets) > 1 and not self._weights
+        return [one.n_bytes() for one in self._sets] if is_needed else []
+
+    @staticmethod
+    def _pinned(data: Any, commit: str | None) -> Any:
+        """Return a stream at a commit, see `StreamSource.pinned`; other data as it is."""
+        return data.pinned(commit) if isinstance(data, StreamSource) else data
+
+    def _repinned(self, data: Any, commit: str) -> Any:
+        """Return a stream at the commit of a state, and say if it is not the newest one."""
+        newest = self._commit(data)
+        if commit and newest and commit != newest:
+            logger.warning(
+                f"{data.name} has changed on the hub since the run began; it continues to read "
+                f"commit {commit}, and the newest is {newest}"
+            )
+        return self._pinned(data, commit)
+
+    @staticmethod
+    def _commit(data: Any) -> str:
+        """Return the commit of a stream; "" for other data."""
+        return data.commit if isinstance(data, StreamSource) else ""
 
     def __next__(self) -> Batch:
         layout = self._layout
@@ -446,6 +520,8 @@ class StreamBatches(BatchIterator):
             "ended_after_epochs": self._layout.epochs if self.exhausted else None,
             "workers": self._workers.state_dict() if self._workers else self._workers_state,
             "weights": list(self._weights),
+            "sizes": self._sizes,
+            "commits": [self._commit(one) for one in self._sets],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -453,6 +529,11 @@ class StreamBatches(BatchIterator):
         self.exhausted = False
         self._workers_state = None
         self._weights = state.get("weights", self._weights)
+        self._sizes = state.get("sizes", self._sizes)
+        if commits := state.get("commits"):
+            self._sets = [
+                self._repinned(one, commit) for one, commit in zip(self._sets, commits, strict=True)
+            ]
         order = replace(
             self._order,
             seed=state["seed"],
@@ -464,7 +545,7 @@ class StreamBatches(BatchIterator):
             self._order = order if ended is None else replace(order, first_epoch=ended)
             self.exhausted = ended is not None and epochs is not None and ended >= epochs
             self._workers_state = state["workers"] if ended is None else None
-            if len(self._sets) > 1 and ended is not None and not self.exhausted:
+            if len(self._sets) > 1 and self._weights and ended is not None and not self.exhausted:
                 raise UserError(
                     f"the mixture was read to its end, after {ended} epochs of one of its "
                     "datasets, and cannot be continued; set the epochs before a run"
@@ -487,14 +568,21 @@ class StreamBatches(BatchIterator):
         first, last = first // len(self._sets), last // len(self._sets)
         if not isinstance(source, StreamSource):
             return source.describe(first, last)
-        workers_per_rank = max(1, self._layout.num_workers)
-        begin, node = divmod(first, self._layout.dp_world_size * workers_per_rank)
-        end = last // (self._layout.dp_world_size * workers_per_rank)
-        rank, worker = divmod(node, workers_per_rank)
+        epoch, first = divmod(first, 1 << EPOCH_BIT)
+        begin, reader = self._reader(first)
+        end, _ = self._reader(last % (1 << EPOCH_BIT))
         documents = f"document {begin + 1}" if begin == end else f"documents {begin + 1}-{end + 1}"
-        return (
-            f"{source.name} ({source.split}), {documents} as read by worker {worker} of rank {rank}"
-        )
+        in_epoch = f" of epoch {epoch + 1}" if epoch else ""
+        return f"{source.name} ({source.split}), {documents}{in_epoch} {reader}"
+
+    def _reader(self, number: int) -> tuple[int, str]:
+        """Return the place of a document or row, from 0, among those of its reader, and the reader
+        in words."""
+        workers_per_rank = max(1, self._layout.num_workers)
+        place, node = divmod(number, self._layout.dp_world_size * workers_per_rank)
+        rank, worker = divmod(node, workers_per_rank)
+        again = f" after restart {n}" if (n := self._order.restarts) else ""
+        return place, f"as read by worker {worker} of rank {rank}{again}"
 
     def close(self) -> None:
         if self._workers is not None:

@@ -51,7 +51,7 @@ def check_revision(repository: str, revision: str | None, table: Any) -> None:
     copies = [one.name for one in folder.parent.iterdir() if _COMMIT.fullmatch(one.name)]
     if revision is None and len(copies) == 1:
         return
-    wanted = _commit_of(repository, revision)
+    wanted = commit_of(repository, revision)
     if wanted == loaded:
         return
     problem = f"is commit {wanted}" if wanted else "cannot be asked for without the network"
@@ -62,8 +62,10 @@ def check_revision(repository: str, revision: str | None, table: Any) -> None:
     )
 
 
-def _commit_of(repository: str, revision: str | None) -> str:
-    """Return the commit of a revision, "" if the hub does not answer."""
+def commit_of(repository: str, revision: str | None) -> str:
+    """Return the commit of a revision (None: the newest), "" if the hub does not answer."""
+    if revision and _COMMIT.fullmatch(revision):
+        return revision
     from huggingface_hub import HfApi
 
     try:

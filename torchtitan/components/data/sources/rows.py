@@ -72,6 +72,11 @@ class Part(ABC):
     def size(self) -> int:
         """Return the sum of all `on_read` calls: bytes or rows, see `counts_bytes`."""
 
+    def n_bytes(self) -> int:
+        """Return the bytes of the data as it is stored."""
+        assert self.counts_bytes, "a part that counts rows has its own"
+        return self.size()
+
     @abstractmethod
     def contents(self, digest: Callable[[Path], str]) -> list[str]:
         """Return the identity of the rows: equal lists mean equal rows. `digest` hashes the content

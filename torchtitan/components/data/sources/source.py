@@ -4,16 +4,22 @@ Local data is a `Source`, which is tokenized into a cache before training. A dat
 pre-training is a `StreamSource`, which is read during training.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from torchtitan.assets import chats, stories
 from torchtitan.assets.generated import Generated
 from torchtitan.components.data.sources.files import FilePart, file_format
-from torchtitan.components.data.sources.hub_names import HubName, check_revision, hub_name
+from torchtitan.components.data.sources.hub_names import (
+    HubName,
+    check_revision,
+    commit_of,
+    hub_name,
+)
 from torchtitan.components.data.sources.paths import (
     local_files,
     local_splits,
@@ -78,6 +84,10 @@ class Source:
         unreadable file."""
         for part in self.parts:
             yield from part.documents(lambda _: None)
+
+    def n_bytes(self) -> int:
+        """Return the bytes of the data as it is stored."""
+        return sum(part.n_bytes() for part in self.parts)
 
     def identity(self, digest: Callable[[Path], str]) -> list[str]:
         """Return the identity of the data: equal lists mean equal documents, or equal rows at equal
@@ -152,6 +162,9 @@ _PREFERENCES = _Embedded(chats.Preferences, chats.VERSION, "")
 
 D = TypeVar("D", HubDataset, ChatDataset)
 
+SIZED_FILES = 16
+"""Files whose sizes tell that of a stream."""
+
 
 @dataclass
 class Catalog(Generic[D]):
@@ -214,6 +227,9 @@ class _EmbeddedPart(Part):
     def size(self) -> int:
         return len(self.items)
 
+    def n_bytes(self) -> int:
+        return sum(len(json.dumps(item)) for item in self.items)
+
     def contents(self, digest: Callable[[Path], str]) -> list[str]:
         return [self.name, self.version]
 
@@ -239,6 +255,16 @@ class StreamSource:
     split: str
     text_column: str = ""
     """Column of the documents; empty: rows are read."""
+    commit: str = ""
+    """Commit that is read; empty: the newest one of the dataset's revision."""
+
+    def pinned(self, commit: str | None = None) -> Self:
+        """Return the stream at a commit; None: the newest one of its revision, if it is on the hub
+        and the hub answers."""
+        if commit is None:
+            is_local = Path(self.dataset.path).exists()
+            commit = "" if is_local else commit_of(self.dataset.path, self.dataset.revision)
+        return replace(self, commit=commit)
 
     @property
     def key(self) -> list[str | None]:
@@ -277,8 +303,31 @@ class StreamSource:
             self.dataset.name,
             split=self.split,
             streaming=True,
-            revision=self.dataset.revision,
+            revision=self._revision,
         )
+
+    @property
+    def _revision(self) -> str | None:
+        return self.commit or self.dataset.revision
+
+    def n_bytes(self) -> int:
+        """Return the bytes of the files, estimated from `SIZED_FILES` of them. Raise `UserError` if
+        they cannot be asked for."""
+        import fsspec
+        from datasets import load_dataset_builder
+
+        try:
+            dataset = self.dataset
+            builder = load_dataset_builder(dataset.path, dataset.name, revision=self._revision)
+            files = (builder.config.data_files or {})[self.split]
+            some = files[:: -(-len(files) // SIZED_FILES)]
+            sizes = [system.size(path) for system, path in map(fsspec.url_to_fs, some)]
+        except Exception as error:  # of `open`
+            raise UserError(
+                f"the size of a stream is unknown: {self.read_failure(error)}; check the network, "
+                "or give the share of each dataset, --dataloader.weights"
+            ) from error
+        return sum(sizes) * len(files) // len(some)
 
     def check(self) -> None:
         """Read one document to detect problems early. Raise `UserError`."""

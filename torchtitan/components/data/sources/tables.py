@@ -62,6 +62,9 @@ class Table(Part):
     def size(self) -> int:
         return len(self._dataset)
 
+    def n_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self._files(self._dataset))
+
     def contents(self, digest: Callable[[Path], str]) -> list[str]:
         return [digest(path) for path in self._files(self._dataset)]
 
