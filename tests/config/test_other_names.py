@@ -69,6 +69,15 @@ def test_each_answer_names_options_that_exist():
             "mean '--parallelism.tensor_parallel_degree'?",
         ),
         (["--experimental.context_parallel_degree", "2"], "--parallelism.context_parallel_degree?"),
+        (["--label_smoothing_factor", "0.1"], "use --loss.label_smoothing"),
+        (["--dataloader_drop_last"], "use nothing: the last step is filled"),
+        (["--beta", "0.1"], "use --loss.beta of --module preference"),
+        (["--tf32"], "use nothing: "),
+        (["--chat_template", "chatml"], "use --dataloader.chat_template"),
+        (["--validation.enabled"], "use --validator.enable"),
+        (["--lora_query"], "use --model_converters.lora.include"),
+        (["--optimizer.fused"], "use --optimizer.implementation"),
+        (["--trust_remote_code"], "use nothing: no code of a model"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -83,3 +92,11 @@ def test_a_key_of_another_library_is_answered(tmp_path: Path):
     file.write_text("learning_rate: 1.0e-4")
     with pytest.raises(UserError, match="unknown key 'learning_rate' in .*; use --optimizer.lr$"):
         ConfigManager().parse_args([*DEBUG, "--config_file", str(file)])
+
+
+def test_another_name_is_answered_before_the_folder_is_missed():
+    words = ["--module", "auto", "--config", "sft", "--model_name_or_path", "Qwen/Qwen3-8B"]
+    with pytest.raises(UserError, match="--model_name_or_path; use --hf_assets_path DIR"):
+        ConfigManager().parse_args(words)
+    with pytest.raises(UserError, match="configuration 'sft' needs --hf_assets_path"):
+        ConfigManager().parse_args(words[:4])

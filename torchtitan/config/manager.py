@@ -237,6 +237,10 @@ class ConfigManager:
                 "--help"
             )
             raise SystemExit(0)
+        # An option of another library may be meant to name the folder.
+        others = [word for word in overrides if _key_of(word.partition("=")[0]) in OTHER_NAMES]
+        if others := [word for word in others if word.startswith("--")]:
+            raise self._unknown(others, ())
         raise UserError(f"configuration '{config_name}' needs --{ASSETS_PARAMETER}")
 
     def _optional_arguments(
