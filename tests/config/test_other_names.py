@@ -69,7 +69,7 @@ def test_each_answer_names_options_that_exist():
             "mean '--parallelism.tensor_parallel_degree'?",
         ),
         (["--experimental.context_parallel_degree", "2"], "--parallelism.context_parallel_degree?"),
-        (["--label_smoothing_factor", "0.1"], "use --loss.label_smoothing"),
+        (["--label_smoothing_factor", "0.1"], "use nothing: the loss of tokens has"),
         (["--dataloader_drop_last"], "use nothing: the last step is filled"),
         (["--beta", "0.1"], "use --loss.beta of --module preference"),
         (["--tf32"], "use nothing: "),

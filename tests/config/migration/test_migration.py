@@ -85,8 +85,7 @@ def config_of(migration: Migration, tmp_path: Path, *words: str) -> Any:
     file = tmp_path / "config.yaml"
     file.write_text(json.dumps(migration.document()).replace("Infinity", ".inf"))
     folder = ["--dump_folder", str(tmp_path / "outputs")]
-    cache = ["--dataloader.cache_dir", str(tmp_path / "cache")]
-    return ConfigManager().parse_args(["--config_file", str(file), *folder, *cache, *words]).config
+    return ConfigManager().parse_args(["--config_file", str(file), *folder, *words]).config
 
 
 @pytest.mark.slow

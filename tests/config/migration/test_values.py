@@ -191,6 +191,34 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"dataloader.packing": "none", "model_converters.lora.rank": 4},
         {},
     ),
+    "factory_kto.yaml": (
+        FACTORY + "stage: kto\npref_beta: 0.2\nstreaming: true\nbuffer_size: 64",
+        {
+            "loss.kind": None,
+            "loss.beta": 0.2,
+            "dataloader.stream": "all",
+            "dataloader.shuffle_buffer": 64,
+        },
+        {},
+    ),
+    "prepared.yaml": (
+        AXOLOTL + "rl: dpo\ndataset_prepared_path: last_run_prepared",
+        {"dataloader.cache_dir": None},
+        {"dataset_prepared_path": "not needed"},
+    ),
+    "off.toml": (
+        TITAN + "[checkpoint]\nenable = false\nlast_save_model_only = true\n"
+        'export_dtype = "float32"\n[quantize.linear.float8]\n'
+        "enable_fsdp_float8_all_gather = false\n",
+        {"checkpoint.export_dtype": None, "checkpoint.last_save_model_only": None},
+        {"quantize.linear.float8.enable_fsdp_float8_all_gather": "not needed"},
+    ),
+    "full.toml": (
+        TITAN + "[checkpoint]\nenable_checkpoint = true\nlast_save_model_only = false\n"
+        'export_dtype = "float32"\n',
+        {"checkpoint.enable": True, "checkpoint.export_dtype": None},
+        {},
+    ),
     "pt.yaml": (FACTORY + "stage: pt", {"dataloader.packing": "ffd"}, {}),
     "factory_simpo.yaml": (
         FACTORY + "stage: dpo\npref_loss: simpo\ndisable_gradient_checkpointing: true",
@@ -337,7 +365,17 @@ def accept(migration: Migration, folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["orpo.yaml", "simpo.yaml", "grpo.yaml", "kto.yaml", "rm.yaml", "factory_simpo.yaml"]
+    "name",
+    [
+        "orpo.yaml",
+        "simpo.yaml",
+        "grpo.yaml",
+        "kto.yaml",
+        "rm.yaml",
+        "factory_simpo.yaml",
+        "factory_kto.yaml",
+        "prepared.yaml",
+    ],
 )
 def test_files_of_methods_are_accepted(name, folder, tmp_path):
     accept(migration_of(name, FILES[name][0], tmp_path), folder, tmp_path)

@@ -271,6 +271,13 @@ def target_modules(migration: Migration, key: str) -> None:
         migration.take(key, "model_converters.lora.include", [str(name) for name in names])
 
 
+def streaming(migration: Migration, key: str) -> None:
+    if migration.get(key):
+        migration.take(key, "dataloader.stream", "all")
+    else:
+        migration.drop(key, "it is off")
+
+
 def learning_rate(migration: Migration, key: str) -> None:
     migration.take(key, "optimizer.lr", float(migration.get(key)))
 

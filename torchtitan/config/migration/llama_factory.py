@@ -90,6 +90,7 @@ def _select(migration: Migration) -> str:
         _preference_loss(migration)
     elif stage == "kto":
         migration.take("pref_beta", "loss.beta", float(migration.get("pref_beta")))
+        migration.drop("pref_loss", "KTO has a loss of its own")
     migration.change("stage", f"--module {migration.module} --config {migration.config}")
     if kind == "lora":
         alignment.note_adapters(migration, "finetuning_type", wanted=True)
@@ -246,8 +247,8 @@ RULES: Mapping[str, Rule] = {
     "kto_rejected_weight": to("loss.undesirable_weight", float),
     "save_only_model": to("checkpoint.last_save_model_only"),
     "loraplus_lr_ratio": missing("a group of parameters has a rate of its own: param_groups"),
-    "buffer_size": unneeded("data is copied before training"),
-    "streaming": missing("data for fine-tuning is copied before training"),
+    "buffer_size": to("dataloader.shuffle_buffer", int),
+    "streaming": hugging_face.streaming,
     "mask_history": to(
         "dataloader.train_on", lambda value: "last_assistant" if value else "assistant"
     ),

@@ -20,6 +20,14 @@ _SECTIONS = {
     "ac": "activation_checkpoint",
     "trainer": "training",
 }
+_EXPORTS = tuple(
+    f"checkpoint.{name}"
+    for name in (
+        *("last_save_model_only", "model_weights_only"),
+        *("last_save_model_weights_only", "last_save_in_hf"),
+    )
+)
+"""Options of a last save without what resuming needs."""
 _KEYS = {
     "activation_checkpoint.selective_ac_option": "activation_checkpoint.selective_option",
     "checkpoint.enable_checkpoint": "checkpoint.enable",
@@ -50,6 +58,7 @@ def migrate_torchtitan(migration: Migration) -> None:
     _model(migration)
     _data(migration)
     _batch(migration)
+    _saves(migration)
     options = _known_options(migration)
     migration.apply(RULES)
     for key in migration.keys():
@@ -69,6 +78,19 @@ def migrate_torchtitan(migration: Migration) -> None:
             migration.miss(key, f"{renamed} is {options[renamed]}")
         else:
             migration.take(key, renamed, value)
+
+
+def _saves(migration: Migration) -> None:
+    """Drop options of the last save that have no effect there, and are refused here."""
+    enabled = [migration.get(f"checkpoint.{name}") for name in ("enable", "enable_checkpoint")]
+    exports = [key for key in _EXPORTS if migration.get(key)]
+    for key in [*exports, "checkpoint.export_dtype"]:
+        if migration.get(key) is None:
+            continue
+        if False in enabled:
+            migration.drop(key, "no checkpoints are saved")
+        elif not exports:
+            migration.drop(key, "a full checkpoint keeps the type of training")
 
 
 def _model(migration: Migration) -> None:
@@ -184,6 +206,9 @@ RULES: Mapping[str, Rule] = {
     "float8.enable_fsdp_float8_all_gather": missing(_FLOAT8),
     "float8.precompute_float8_dynamic_scale_for_fsdp": missing(_FLOAT8),
     "float8.filter_fqns": missing(_FLOAT8),
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": missing(_FLOAT8),
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": missing(_FLOAT8),
+    "quantize.linear.float8.filter_fqns": missing(_FLOAT8),
     "float8.enable_float8_linear": missing(_FLOAT8),
     "training.enable_fused_rmsnorm": unneeded("norms need no option here"),
     "training.fsdp_reshard_after_forward": to("parallelism.fsdp_reshard_after_forward"),

@@ -239,7 +239,7 @@ RULES: Mapping[str, Rule] = {
     "max_prompt_length": missing("prompt and answer share --training.seq_len"),
     "max_completion_length": missing("prompt and answer share --training.seq_len"),
     "dataset_text_field": to("dataloader.columns", lambda name: [f"text={name}"]),
-    "dataset_streaming": missing("data for fine-tuning is copied before training"),
+    "dataset_streaming": hugging_face.streaming,
     "chat_template_path": to("dataloader.chat_template"),
     "chat_template": missing("write it to a file: --dataloader.chat_template FILE"),
     "packing_strategy": unneeded("first-fit-decreasing, as TRL's bfd"),
