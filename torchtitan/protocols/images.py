@@ -25,6 +25,9 @@ class ImageInputs:
     token_types_BL: Tensor
     """1 for the tokens of images, 0 for text, int64."""
 
+    more_types: Mapping[str, Tensor] = field(default_factory=dict)
+    """Other arguments of the class for types of tokens by name, as `token_types_BL`."""
+
     @property
     def n_tokens(self) -> int:
         """Number of tokens of images."""
@@ -43,5 +46,6 @@ class ImageInputs:
             self,
             tensors=move(self.tensors),
             blank=move(self.blank),
+            more_types=move(self.more_types),
             token_types_BL=self.token_types_BL.to(device, non_blocking=non_blocking),
         )

@@ -23,6 +23,7 @@ from torchtitan.components.data.finetuning.sft import ConversationEncoder
 from torchtitan.components.data.pretraining.token_cache import document_wrapping
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.processor import ImageProcessor
+from torchtitan.components.images.reader import ImageReader
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.protocols.images import ImageInputs
 from torchtitan.tools.digests import digest_of
@@ -244,7 +245,6 @@ def encode_prompt(
 ) -> tuple[list[int], ImageInputs]:
     """Return what `expand_prompt` returns, and the images. Raise its errors."""
     expanded = expand_prompt(processor, tokenizer, ids, images)
-    types = processor.token_types(expanded)
-    tensors = processor.inputs([[image.decode() for image in images]])
-    inputs = ImageInputs(tensors=tensors, token_types_BL=torch.from_numpy(types)[None])
+    decoded = [image.decode() for image in images]
+    inputs = ImageReader(processor).inputs([decoded], torch.from_numpy(expanded)[None])
     return expanded.tolist(), inputs

@@ -59,6 +59,9 @@ _OF_TEXT = frozenset(
 )
 """Results of a processor that describe its text."""
 
+_TYPES = "token_type_ids"
+"""Last part of the names of results for types of tokens."""
+
 _TRIAL_SIZES: tuple[Size, Size] = ((96, 64), (60, 120))
 _CACHED_SAMPLES = 128
 _QUICK = {"resample": 0, "do_rescale": False, "do_normalize": False}
@@ -80,6 +83,8 @@ class ImageProcessor:
     and versions of transformers, Pillow, and torchvision if it is the back end."""
     types_name: str | None = None
     """Name of the class's argument for types of tokens, if the processor returns them."""
+    marked: dict[str, list[int]]
+    """Name → ids of tokens of type 1, of each further argument of the class for types of tokens."""
     joins_text: bool
     """True if the text in the place of an image begins or ends with ordinary text, such as the line
     breaks of Gemma 3. Its token ids then depend on the text around it: put `replacements` into the
@@ -176,6 +181,10 @@ class ImageProcessor:
         """Return the types of tokens: 1 for tokens of images, and 0 for others."""
         return np.isin(ids, self._image_ids).astype(np.int64)
 
+    def more_types(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the further arguments of the class for types of tokens, by name."""
+        return {name: np.isin(ids, marked).astype(np.int64) for name, marked in self.marked.items()}
+
     def _blank_replacements(self, sizes: tuple[Size, ...]) -> tuple[list[str], list[np.ndarray]]:
         if not sizes:
             return [], []
@@ -192,6 +201,7 @@ class ImageProcessor:
         """Call the processor with samples that consist of images only, with options for images."""
         nested = [list(sample) for sample in images]
         flat = [image for sample in nested for image in sample]
+        has_padding = getattr(self._processor.tokenizer, "pad_token", None) is not None
         try:
             return self._processor(
                 images=flat if self._is_flat else nested,
@@ -199,7 +209,8 @@ class ImageProcessor:
                 images_kwargs={"return_tensors": "pt", **options},
                 text_kwargs={
                     "return_tensors": None,
-                    "padding": False,
+                    # ERNIE's class makes one array of the types of all samples' tokens
+                    "padding": has_padding and len(nested) > 1,
                     "add_special_tokens": False,
                 },
                 return_text_replacement_offsets=True,
@@ -229,7 +240,20 @@ class ImageProcessor:
     @staticmethod
     def _names(outputs: Any) -> list[str]:
         """Return the names of results that the class takes for images."""
-        return [name for name in outputs if name not in _OF_TEXT]
+        return [name for name in outputs if name not in _OF_TEXT and not name.endswith(_TYPES)]
+
+    def _marked(self, outputs: Any) -> dict[str, list[int]]:
+        """Return `marked` of the results for a sample."""
+        [ids] = outputs["input_ids"]
+        marked = {}
+        for name in outputs:
+            if name in _OF_TEXT or not name.endswith(_TYPES):
+                continue
+            [types] = outputs[name]
+            marked[name] = sorted({i for i, type_ in zip(ids, types, strict=True) if type_ == 1})
+            if list(types) != np.isin(ids, marked[name]).tolist():
+                raise UserError(f"{self._name} gives {name} of one token several values")
+        return marked
 
     def _tensor(self, name: str, value: Any) -> Tensor:
         try:
@@ -263,6 +287,7 @@ class ImageProcessor:
                 f"{self._name} divides a text into a prompt and an answer, which conversations "
                 "with several turns do not have"
             )
+        self.marked = self._marked(outputs)
         known = self._processor.image_processor(images, return_tensors="pt")
         if unknown := [name for name in self._names(outputs) if name not in known]:
             raise UserError(f"{self._name} also returns {', '.join(unknown)}, for text and images")

@@ -28,13 +28,15 @@ class ImageReader:
 
     def inputs(self, images: Sequence[Sequence["Image"]], tokens_BL: Tensor) -> ImageInputs:
         """Return the inputs of rows of tokens with these decoded images, on the host."""
-        types = self._processor.token_types(tokens_BL.numpy())
+        ids = tokens_BL.numpy()
+        types, more_types = self._processor.token_types(ids), self._processor.more_types(ids)
         has_images = any(images)
         return ImageInputs(
             tensors=self._processor.inputs(images) if has_images else {},
             n_images=sum(map(len, images)),
             blank={} if has_images else self._processor.blank_inputs(),
             token_types_BL=torch.from_numpy(types),
+            more_types={name: torch.from_numpy(each) for name, each in more_types.items()},
         )
 
     def check(self, tokens: Sequence[int], images: Sequence[ImageFile]) -> None:

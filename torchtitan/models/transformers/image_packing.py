@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, PretrainedConfig
 
-from torchtitan.models.transformers.images import image_arguments, token_mask
+from torchtitan.models.transformers.images import TYPES, image_arguments, token_mask
 from torchtitan.models.transformers.packing import (
     KERNEL,
     ForwardPass,
@@ -25,9 +25,6 @@ from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.images import ImageInputs
 from torchtitan.tools.device import send
 from torchtitan.tools.errors import in_words
-
-TYPES = ("mm_token_type_ids", "token_type_ids")
-"""Arguments of classes for the types of tokens."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,7 @@ def implementation_with_images(config: PretrainedConfig, packing: Packing) -> An
 
 
 def _of_tokens(inputs: Mapping[str, object]) -> list[str]:
-    return [name for name in ("input_ids", *TYPES) if name in inputs]
+    return [name for name in inputs if name == "input_ids" or name.endswith(TYPES)]
 
 
 def _positions(
@@ -165,6 +162,13 @@ _DOCUMENTS = [[(20, 1)], [(9, 0), (30, 2), (12, 1)], [(11, 1), (17, 0), (24, 1)]
 has no room for padding, and the others do."""
 
 _ROW_LENGTH = 70
+
+
+class _Features(SimpleNamespace):
+    """Results of a class's `get_image_features`: it has no others."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 class _Trial:
@@ -244,13 +248,11 @@ class _Trial:
     def _show(self, images: slice) -> None:
         """Make the class get the features of these images from its vision tower."""
         features, deepstack = self.features[images], self.deepstack[images]
-        result = SimpleNamespace(
+        result = _Features(
             pooler_output=features if self.is_joined else features.unbind(),
             last_hidden_state=features,
             deepstack_features=[deepstack if self.is_joined else deepstack.unbind()],
             visual_indicator_features=self.deepstack.flatten(0, 1),  # of Ovis 2's special tokens
-            hidden_states=None,
-            attentions=None,
         )
         for module in self.model.modules():
             if hasattr(module, "get_image_features"):

@@ -32,6 +32,9 @@ _PROJECTORS = re.compile(
 transformers. Some modules inside the tower's layers are also called projection."""
 
 
+TYPES = "token_type_ids"
+"""Last part of the names of a class's arguments for the types of tokens."""
+
 _OTHER_SENSES = re.compile(r"audio|speech|sound")
 """Names of the towers that images do not reach."""
 
@@ -77,8 +80,8 @@ def image_arguments(model: Any, images: ImageInputs, dtype: torch.dtype) -> dict
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor
         for name, tensor in images.tensors.items()
     }
-    names = accepted.keys() & {"mm_token_type_ids", "token_type_ids"}
-    return arguments | dict.fromkeys(names, images.token_types_BL)
+    types = [name for name in accepted if name.endswith(TYPES)]
+    return arguments | {name: images.more_types.get(name, images.token_types_BL) for name in types}
 
 
 def without_images(readers: Sequence[nn.Parameter], hidden_BLD: Tensor) -> Tensor:
