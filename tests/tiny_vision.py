@@ -14,6 +14,7 @@ import torch
 
 from tests.more_vision_types import MORE_TYPES
 from tests.vision_types import HIDDEN, TYPES, VOCABULARY, VisionType
+from tests.vision_types_b_to_g import B_TO_G
 from torchtitan.components.images import processor
 
 Conversation = list[dict[str, Any]]
@@ -49,6 +50,7 @@ _TEMPLATE = """\
 """
 
 _TYPES = TYPES | MORE_TYPES
+_TYPES |= B_TO_G
 
 VISION_TYPES: tuple[str, ...] = tuple(TYPES)
 
@@ -56,6 +58,7 @@ ALL_VISION_TYPES: tuple[str, ...] = tuple(_TYPES)
 """Also those of which fewer tests train a model."""
 
 IN_ROWS = ("qwen3_5", "hunyuan_vl", "qwen3_5_moe", "granite4_vision", "deepseek_vl_hybrid")
+IN_ROWS += ("glm5_next",)
 """Types that get a row for each packed document: the states of linear attention continue in the
 next document; positions count the images of a batch; or the trial cannot give the class features in
 the place of images."""

@@ -194,7 +194,7 @@ def test_loss_and_gradients_equal_those_of_the_class(
         assert ours == pytest.approx(loss, rel=1e-5)
         assert grad_norm == pytest.approx(norm(gradients.values()), rel=1e-5)
     [model] = trainer.model_parts
-    modes = {"mistral_large4": "masks", **dict.fromkeys(IN_ROWS, "rows")}
+    modes = {"mistral_large4": "masks", "dots3_note": "masks", **dict.fromkeys(IN_ROWS, "rows")}
     assert model.packing.mode == modes.get(model_type, "kernel")
     if model.packing.mode != "rows":
         check_that_documents_see_themselves_only(model, next(trainer.dataloader))
