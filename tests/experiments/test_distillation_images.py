@@ -122,5 +122,5 @@ def test_a_teacher_of_text_is_refused(
     tmp_path: Path,
 ) -> None:
     student, _ = folders("smolvlm")
-    with pytest.raises(UserError, match="--teacher.path: .*reads text only"):
+    with pytest.raises(UserError, match="--teacher.path: .*reads no images"):
         distill(tmp_path, student, stories, data[0])

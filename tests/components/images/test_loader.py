@@ -281,7 +281,7 @@ def test_what_images_exclude_is_refused(
 
 
 def test_a_model_of_text_is_refused(tmp_path: Path, stories: Path, rows: Path) -> None:
-    with pytest.raises(UserError, match=r"reads text only; use --config sft or lora"):
+    with pytest.raises(UserError, match=r"reads no images; use --config sft or lora"):
         tiny_config(tmp_path, **options(stories, rows)).check(world_size=1)
 
 

@@ -132,6 +132,10 @@ class BaseDataLoader(Configurable):
     class Config(Configurable.Config):
         """Training data."""
 
+        def check_folder(self, tokenizer: Tokenizer) -> None:
+            """Raise `UserError` if the folder of the tokenizer lacks what this data needs, such as
+            a processor of images."""
+
         def prepare(self, *, tokenizer: Tokenizer) -> None:
             """Prepare the data of a validated configuration once per host before training. Raise
             `UserError` if the data cannot be used."""

@@ -128,11 +128,12 @@ class ImageProcessor:
         self._tokenizer = tokenizer
         self._name = type(processor).__name__
         names = ("image_placeholder_token", "image_token")  # the first one is Qianfan-OCR's
-        self.token = next(filter(None, (getattr(processor, name, None) for name in names)), "")
+        self.token = str(next(filter(None, (getattr(processor, name, None) for name in names)), ""))
         if not self.token:
             raise UserError(
-                f"{self._name} replaces no token, and leaves all tokens of an image to the chat "
-                "template, which is not supported; train a model of another type"
+                f"{self._name} replaces no token of a text by an image: its class takes one image "
+                "before each text, or the chat template writes all tokens of an image, which is "
+                "not supported; train a model of another type"
             )
         token_id = tokenizer.id_of(self.token)
         if token_id is None:
@@ -273,6 +274,11 @@ class ImageProcessor:
             Image.fromarray(noise.integers(0, 256, (height, width, 3), dtype=np.uint8))
             for width, height in _TRIAL_SIZES
         ]
+        if self._places_images(images[0]):
+            raise UserError(
+                f"{self._name} puts one image before each text itself, so that a conversation "
+                "cannot place its images; train a model of another type"
+            )
         outputs = self._first_call([images])
         texts = self._replacements(outputs)
         if len(texts) != len(images):
@@ -299,7 +305,8 @@ class ImageProcessor:
         whole = "".join(self._written.replace(self.token, text) for text in texts)
         [ids] = self._tokenizer.tokenize([whole], allow_special=True)
         [own] = outputs["input_ids"]
-        if own[: len(ids)] != ids:  # more may follow
+        places = range(len(own) - len(ids) + 1)  # more may follow, and a token may precede
+        if not any(own[start : start + len(ids)] == ids for start in places[:2]):
             raise UserError(
                 f"{self._name} writes other token ids in the place of images than the tokenizer "
                 f"of this run, {own[:8]} instead of {ids[:8]}; use the tokenizer of the folder"
@@ -310,6 +317,18 @@ class ImageProcessor:
             [types] = outputs[self.types_name]
             if types != self.token_types(np.array(own)).tolist():
                 raise UserError(f"{self._name} has types of tokens besides images and text")
+
+    def _places_images(self, image: "Image") -> bool:
+        """Return whether the processor places an image that a text does not place."""
+        images = {"images": [image], "text": ["text"]}
+        try:
+            _, [text], *_ = self._processor.prepare_inputs_layout(**images)
+            if self.token in text:
+                return True
+            outputs = self._processor(**images, text_kwargs={"return_tensors": None})
+        except Exception:  # processors raise various types
+            return False
+        return self.token_id in outputs["input_ids"][0]
 
     def _joins(self, text: str) -> bool:
         """Return whether other text next to `text` changes its token ids."""

@@ -67,6 +67,9 @@ class ImageRowsDataLoader(PlannedDataLoader):
 
         has_images: ClassVar[bool] = True
 
+        def check_folder(self, tokenizer: Tokenizer) -> None:
+            self.processor(tokenizer)
+
         def processor(self, tokenizer: Tokenizer) -> ImageProcessor:
             """Return the image processor of the model. Raise `UserError` without one."""
             return processor_of(tokenizer, self.image_back_end)

@@ -260,6 +260,9 @@ class ImageStreamDataLoader(WindowsDataLoader):
                 )
             parse_columns(self.columns)
 
+        def check_folder(self, tokenizer: Tokenizer) -> None:
+            processor_of(tokenizer, self.image_back_end)
+
         def sources(self) -> list[StreamSource]:
             """Return the streams. Raise `UserError` for local data."""
             found = [resolve_source(name, None, self.split) for name in self.dataset]

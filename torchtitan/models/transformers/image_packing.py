@@ -24,7 +24,7 @@ from torchtitan.models.transformers.tiny import CLONE_TOLERANCE, TEXT_IDS, rando
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.images import ImageInputs
 from torchtitan.tools.device import send
-from torchtitan.tools.errors import in_words
+from torchtitan.tools.errors import UserError, in_words
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,8 @@ def implementation_with_images(config: PretrainedConfig, packing: Packing) -> An
     if packing.mode != "kernel":
         return None
     text = config.get_text_config(decoder=True)
+    if text is config:
+        return {"": KERNEL}
     return {name: KERNEL for name in config.sub_configs if getattr(config, name, None) is text}
 
 
@@ -291,6 +293,12 @@ def _try(config: PretrainedConfig) -> Packing:
             failures.append(in_words(error))
     else:
         return Packing("rows", f"a tiny clone gets no images: {'; '.join(failures)}")
+
+    if len(expected) != sum(map(len, rows.documents)):
+        raise UserError(
+            f"model_type {config.model_type} gives no logits for each token of a text with images, "
+            "so it does not predict the next one; train a model of another type"
+        )
 
     def change(logits: Tensor) -> float:
         return float((logits - expected).abs().max() / expected.abs().max())
