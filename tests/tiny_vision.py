@@ -58,9 +58,10 @@ ALL_VISION_TYPES: tuple[str, ...] = tuple(_TYPES)
 """Also those of which fewer tests train a model."""
 
 IN_ROWS = ("qwen3_5", "hunyuan_vl", "qwen3_5_moe", "granite4_vision", "deepseek_vl_hybrid")
-IN_ROWS += ("glm5_next",)
+IN_ROWS += ("glm5_next", "chameleon")
 """Types that get a row for each packed document: the states of linear attention continue in the
-next document; positions count the images of a batch; or the trial cannot give the class features in
+next document; positions count the images of a batch; the trial sees too little, since the class excludes
+tokens by the least number; or it cannot give the class features in
 the place of images."""
 
 
@@ -105,6 +106,35 @@ def write_scores(folder: Path) -> Path:
     return folder
 
 
+def bare_folder(
+    model_type: str, folder: Path, image_processor: str, config: Mapping[str, Any]
+) -> Path:
+    """Write the folder of a type with its processor and without weights, and return it."""
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
+    from transformers.models.auto import processing_auto
+
+    folder.mkdir()
+    described = AutoConfig.for_model(model_type, **config)
+    (folder / "config.json").write_text(described.to_json_string(use_diff=False))
+    save_file({"none": torch.zeros(1)}, folder / "model.safetensors")
+    names = ["<image>", "|SPEAKER|", "|NEWLINE|"]
+    named = {f"{name}_token": f"<{name}>" for name in ("boi", "eoi", "audio", "boa", "eoa")}
+    tokens = named | {name: name for name in names}
+    kind = VisionType(image_processor, image_processor, tokens, "<image>", {})
+    _tokenizer(kind).save(str(folder / "tokenizer.json"))
+    if model_type == "diffusion_gemma":
+        named |= {"image_token": "<image>"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>"}
+    settings |= {"eos_token": "<|im_end|>", "extra_special_tokens": named}
+    _write_json(folder / "tokenizer_config.json", settings)
+    (folder / "chat_template.jinja").write_text(_TEMPLATE.replace("IMAGE", "<image>"))
+    _write_json(folder / "preprocessor_config.json", {"image_processor_type": image_processor})
+    cls = processing_auto.PROCESSOR_MAPPING_NAMES.get(model_type)
+    _write_json(folder / "processor_config.json", {} if cls is None else {"processor_class": cls})
+    return folder
+
+
 def vision_model(model_type: str, **text: Any) -> Any:
     """Return a tiny random model of a type; `text` as for `vision_folder`."""
     from transformers import AutoConfig, AutoModelForImageTextToText
@@ -115,15 +145,17 @@ def vision_model(model_type: str, **text: Any) -> Any:
     ids = {text: tokenizer.token_to_id(text) for text in _special_tokens(kind)}
     config = AutoConfig.for_model(
         model_type,
-        text_config=_sub_config(model_type, "text_config", _TEXT | kind.text | text),
-        vision_config=_sub_config(model_type, "vision_config", kind.vision),
+        **_sub_config(model_type, "text_config", _TEXT | kind.text | text),
+        **_sub_config(model_type, "vision_config", kind.vision),
         **kind.config,
         **{name: ids[token] for name, token in kind.ids.items()},
         **{name: [ids[token] for token in tokens] for name, tokens in kind.id_lists.items()},
+        **{name: {token: ids[token] for token in tokens} for name, tokens in kind.id_maps.items()},
     )
     for part in (config, config.get_text_config()):
         part.pad_token_id = ids["<pad>"]
-        part.bos_token_id, part.eos_token_id = None, ids["<|im_end|>"]
+        part.bos_token_id = ids.get(kind.tokens.get("bos_token"))
+        part.eos_token_id = ids["<|im_end|>"]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config)
@@ -134,11 +166,15 @@ def vision_model(model_type: str, **text: Any) -> Any:
 
 
 def _sub_config(model_type: str, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with the type of a part of the default configuration."""
+    """Return a section with these values and the type of a part of the default configuration; the
+    values alone for a configuration without such a section."""
     from transformers import AutoConfig
 
-    part = getattr(AutoConfig.for_model(model_type), name)
-    return {**values} if part is None else {**values, "model_type": part.model_type}
+    default = AutoConfig.for_model(model_type)
+    if name not in default.sub_configs:
+        return {**values}
+    part = getattr(default, name)
+    return {name: {**values} if part is None else {**values, "model_type": part.model_type}}
 
 
 def _special_tokens(kind: VisionType) -> list[str]:
@@ -167,6 +203,12 @@ def _tokenizer(kind: VisionType) -> Any:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2))
+
+
+def parts_in(folder: Path) -> list[str]:
+    """Return the parts of the class of a type's folder, all of them for another folder."""
+    kind = _TYPES.get(folder.name)
+    return list(VisionType.parts if kind is None else kind.parts)
 
 
 def in_projector(model_type: str, name: str) -> bool:
@@ -217,7 +259,7 @@ def reference_inputs(
     on the right."""
     call = reference_processor(model_type, folder)
     nested = [list(sample) for sample in images]
-    return dict(
+    inputs = dict(
         call(
             text=[text_of(folder, messages, **template) for messages in conversations],
             images=sum(nested, []) if _TYPES[model_type].is_flat else nested,
@@ -227,3 +269,6 @@ def reference_inputs(
             **_TYPES[model_type].options,
         )
     )
+    of_text = [name for name in inputs if name.endswith(("ids", "attention_mask"))]
+    n_before = _TYPES[model_type].n_before
+    return inputs | {name: inputs[name][:, n_before:] for name in of_text if n_before}

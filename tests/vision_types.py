@@ -55,6 +55,12 @@ class VisionType:
     """Values of the processor."""
     id_lists: dict[str, list[str]] = field(default_factory=dict)
     """Field of the configuration → the special tokens whose ids it lists."""
+    id_maps: dict[str, list[str]] = field(default_factory=dict)
+    """Field of the configuration → the special tokens whose ids it has by their text."""
+    parts: tuple[str, ...] = ("language", "projector", "vision")
+    """Parts of the class."""
+    n_before: int = 0
+    """Tokens that the processor writes before each text, besides those of the template."""
     projector: str = r"model\.multi_modal_projector\."
     """Pattern of the names of parameters between the vision tower and the language model."""
     is_flat: bool = False

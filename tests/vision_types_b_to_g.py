@@ -28,6 +28,12 @@ _DOTS = {
     "video_token": "<|video_pad|>",
     "audio_token": "<|audio_comp_pad|>",
 }
+_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "mlp_layer_types": ["dense", "sparse"],
+}
 _LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
@@ -36,10 +42,16 @@ _LATENT = {
     "v_head_dim": 8,
     "index_head_dim": 8,
     "index_n_heads": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "mlp_layer_types": ["dense", "sparse"],
+    **_EXPERTS,
+}
+_CODES = [f"IMGIMG{letter}Z" for letter in "ABCDEFGHI"]
+_VISUAL_TOKENS = [f"<|visual token {code:06d}|>" for code in range(16)]
+_VQ = {
+    "embed_dim": 4,
+    "latent_channels": 4,
+    "base_channels": 32,
+    "channel_multiplier": [1, 1],
+    "num_res_blocks": 1,
 }
 
 B_TO_G: dict[str, VisionType] = {
@@ -154,5 +166,88 @@ B_TO_G: dict[str, VisionType] = {
         },
         pixels=QWEN_PIXELS | {"temporal_patch_size": 1},
         projector=r"model\.vision_tower\.merger\.",
+    ),
+    "deepseek_ocr2": VisionType(
+        processor="DeepseekOcr2Processor",
+        image_processor="DeepseekOcr2ImageProcessor",
+        tokens={"image_token": "<image>"},
+        placeholder="<image>",
+        ids={"image_token_id": "<image>"},
+        text=_EXPERTS | {"n_shared_experts": 1},
+        # The class has 256 learned queries for a page, and 144 for a part of it.
+        vision={
+            "sam_config": {
+                "model_type": "deepseek_ocr2_sam_vision_model",
+                "hidden_size": 16,
+                "output_channels": 8,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 128,
+                "patch_size": 2,
+                "mlp_dim": 16,
+                "window_size": 4,
+                "global_attn_indexes": [],
+                "downsample_channels": [8, 16],
+            },
+            "encoder_config": {
+                "model_type": "deepseek_ocr2_encoder",
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "vocab_size": 8,
+            },
+        },
+        pixels={"size": {"height": 128, "width": 128}, "tile_size": 96},
+        arguments={"patch_size": 2, "downsample_ratio": 4},
+        projector=r"model\.(multi_modal_projector\.|view_separator)",
+    ),
+    "chameleon": VisionType(
+        processor="ChameleonProcessor",
+        image_processor="ChameleonImageProcessor",
+        tokens={
+            "image_token": "<image>",
+            "boi_token": "<racm3:break>",
+            "eoi_token": "<eoss>",
+            "sep_token": "<reserved08706>",
+        }
+        | {token: token for token in _CODES},
+        placeholder="<image>",
+        ids={},
+        id_maps={"vocabulary_map": ["<image>", *_CODES]},
+        vision={},
+        config={"vq_config": _VQ | {"resolution": 8, "num_embeddings": len(_CODES)}},
+        pixels={"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}},
+        arguments={"image_seq_length": 16},
+        options={"return_for_text_completion": True},
+        parts=("language", "vision"),
+    ),
+    "emu3": VisionType(
+        processor="Emu3Processor",
+        image_processor="Emu3ImageProcessor",
+        tokens={
+            "image_token": "<image>",
+            "boi_token": "<|image start|>",
+            "eoi_token": "<|image end|>",
+            "image_wrapper_token": "<|image token|>",
+            "eof_token": "<|extra_201|>",
+            "bos_token": "<|extra_203|>",
+            "eol": "<|extra_200|>",
+        }
+        | {token: token for token in _VISUAL_TOKENS},
+        placeholder="<image>",
+        ids={},
+        id_maps={"vocabulary_map": ["<image>", "<|extra_200|>", *_VISUAL_TOKENS]},
+        text={"attention_dropout": 0.0},
+        vision={},
+        config={
+            "vq_config": _VQ
+            | {"channel_multiplier": [1, 1, 1, 1], "attn_resolutions": []}
+            | {"codebook_size": len(_VISUAL_TOKENS), "hidden_size": 32}
+        },
+        pixels={"min_pixels": 256, "max_pixels": 1024},
+        n_before=1,
+        parts=("language", "vision"),
     ),
 }

@@ -404,7 +404,7 @@ def test_a_reward_model_that_reads_text_only_is_refused(
     heads = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_labels": 1}
     folder = tmp_path / "text"
     LlamaForSequenceClassification(LlamaConfig(**sizes, **heads)).save_pretrained(folder)
-    with pytest.raises(UserError, match="reads text only"):
+    with pytest.raises(UserError, match="reads no images"):
         config_of(folders("smolvlm"), source, tmp_path, rewards=[f"reward_model={folder}"])
 
 

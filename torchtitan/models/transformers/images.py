@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -35,18 +35,35 @@ transformers. Some modules inside the tower's layers are also called projection.
 TYPES = "token_type_ids"
 """Last part of the names of a class's arguments for the types of tokens."""
 
+_TOWERS = re.compile(r"vision|vq")
+"""Names of the parts of configurations that describe a vision tower."""
+
 _OTHER_SENSES = re.compile(r"audio|speech|sound")
 """Names of the towers that images do not reach."""
 
 
+def is_language_model(config: Any) -> bool:
+    """Return whether a class's configuration describes a language model by itself."""
+    return config.get_text_config(decoder=True) is config and not _tower_types(config)
+
+
+def _tower_types(config: Any) -> set[type]:
+    """Return the types of the parts of a configuration besides its language model."""
+    text = config.get_text_config(decoder=True)
+    names = filter(_TOWERS.search, config.sub_configs)
+    parts = [getattr(config, name, None) for name in names]
+    return {type(part) for part in parts if part is not None and type(part) is not type(text)}
+
+
 def parts_of(model: Any) -> dict[Part, list[nn.Parameter]]:
     """Return the parameters of a class by part; a language model by itself has one part."""
-    if model.config.get_text_config(decoder=True) is model.config:
+    if is_language_model(model.config):
         return {"language": list(model.parameters())}
     owners = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
-    language = {
-        id(parameter) for owner in owners if owner is not None for parameter in owner.parameters()
-    }
+    language = _ids(owner for owner in owners if owner is not None)
+    # The decoder of some classes contains the tower.
+    towers = _tower_types(model.config)
+    language -= _ids(one for one in model.modules() if type(_config_of(one)) in towers)
     parts: dict[Part, list[nn.Parameter]] = {"language": [], "projector": [], "vision": []}
     for name, parameter in model.named_parameters():
         if id(parameter) in language:
@@ -56,6 +73,14 @@ def parts_of(model: Any) -> dict[Part, list[nn.Parameter]]:
         else:
             parts["vision"].append(parameter)
     return parts
+
+
+def _ids(modules: Iterable[nn.Module]) -> set[int]:
+    return {id(parameter) for module in modules for parameter in module.parameters()}
+
+
+def _config_of(module: nn.Module) -> object:
+    return getattr(module, "config", None)
 
 
 def train_parts(model: object, trained: list[Part]) -> None:
@@ -117,13 +142,17 @@ def reading_blank(model: Any, images: ImageInputs, dtype: torch.dtype) -> Iterat
     arguments = image_arguments(model, blank, dtype)
     arguments = {name: value for name, value in arguments.items() if name in accepted}
 
-    def add_zero(module: nn.Module, args: object, inputs: dict[str, Any]) -> Any:
-        output = method(**arguments, return_dict=True)
-        zero: Any = sum(0 * tensor.sum() for tensor in features_in(output))
-        embeddings = inputs["inputs_embeds"]
-        return args, {**inputs, "inputs_embeds": embeddings + zero.to(embeddings.dtype)}
+    zeros: list[Tensor] = []
 
-    hook = model.get_decoder().register_forward_pre_hook(add_zero, with_kwargs=True)
+    def add_zero(module: nn.Module, args: object, embeddings: Tensor) -> Tensor | None:
+        if zeros:  # some classes also embed the codes of an image
+            return None
+        zeros.append(embeddings.new_zeros(()))
+        output = method(**arguments, return_dict=True)
+        zeros[0] = sum((0 * tensor.sum() for tensor in features_in(output)), zeros[0])
+        return embeddings + zeros[0].to(embeddings.dtype)
+
+    hook = model.get_input_embeddings().register_forward_hook(add_zero)
     try:
         yield
     finally:
@@ -164,7 +193,9 @@ def vision_layers(model: Any) -> list[str]:
     for name, module in model.named_modules():
         parameters = list(module.parameters())
         is_vision = bool(parameters) and all(id(one) in vision for one in parameters)
-        if isinstance(module, nn.ModuleList) and is_vision and not _OTHER_SENSES.search(name):
+        if not isinstance(module, nn.ModuleList) or not is_vision or _OTHER_SENSES.search(name):
+            continue
+        if all(type(one).forward is not nn.Module.forward for one in module):
             lists[name] = parameters
     if not lists or feature_owner(model) is None:
         return []

@@ -38,6 +38,7 @@ from torchtitan.models.transformers.image_packing import (
 from torchtitan.models.transformers.images import (
     Part,
     image_arguments,
+    is_language_model,
     places_of_readers,
     reading_blank,
     running_vision_once,
@@ -84,9 +85,9 @@ class TransformersModel(BaseModel):
         def validate(self) -> None:
             whole = self.transformers_config()
             text = whole.get_text_config(decoder=True)
-            if self.reads_images and text is whole:
+            if self.reads_images and is_language_model(whole):
                 raise UserError(
-                    f"config.json: model_type '{whole.model_type}' reads text only; use --config "
+                    f"config.json: model_type '{whole.model_type}' reads no images; use --config "
                     "sft or lora"
                 )
             if self.scores and (reason := reason_against_scores(self.document)):
@@ -126,6 +127,8 @@ class TransformersModel(BaseModel):
             self.packing = choose_packing(described)
             implementation = self.packing.implementation
         self.model = build_class(described, implementation)
+        # The class's own choice, for a tokenizer of images that is never trained
+        self._frozen = [module for module in self.model.modules() if not module.training]
         _share_modules(self.model)
         add_initializers(self.model)
         train_parts(self.model, config.train)
@@ -200,6 +203,13 @@ class TransformersModel(BaseModel):
     def tok_embeddings(self) -> nn.Module:
         """The token embedding."""
         return cast(nn.Module, self.model.get_input_embeddings())
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of all modules but those that the class builds in evaluation mode."""
+        super().train(mode)
+        for module in self._frozen:
+            module.eval()
+        return self
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Convert or move parameters and buffers, except the types of buffers: the choice of
