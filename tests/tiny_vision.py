@@ -7,12 +7,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
 from tests.more_vision_types import MORE_TYPES
+from tests.vision_types_i_to_m import I_TO_M_IN_ROWS, I_TO_M_TYPES
 from tests.vision_types import HIDDEN, TYPES, VOCABULARY, VisionType
 from tests.vision_types_b_to_g import B_TO_G
 from torchtitan.components.images import processor
@@ -49,8 +51,7 @@ _TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
 
-_TYPES = TYPES | MORE_TYPES
-_TYPES |= B_TO_G
+_TYPES = TYPES | MORE_TYPES | B_TO_G | I_TO_M_TYPES
 
 VISION_TYPES: tuple[str, ...] = tuple(TYPES)
 
@@ -59,10 +60,10 @@ ALL_VISION_TYPES: tuple[str, ...] = tuple(_TYPES)
 
 IN_ROWS = ("qwen3_5", "hunyuan_vl", "qwen3_5_moe", "granite4_vision", "deepseek_vl_hybrid")
 IN_ROWS += ("glm5_next", "chameleon")
+IN_ROWS += I_TO_M_IN_ROWS
 """Types that get a row for each packed document: the states of linear attention continue in the
-next document; positions count the images of a batch; the trial sees too little, since the class excludes
-tokens by the least number; or it cannot give the class features in
-the place of images."""
+next document; positions count the images of a batch; the trial sees too little, since the class
+excludes tokens by the least number; or it cannot give the class features in the place of images."""
 
 
 def vision_folder(model_type: str, folder: Path, **text: Any) -> Path:
@@ -240,6 +241,8 @@ def reference_processor(model_type: str, folder: Path) -> Any:
         "image_processor": AutoImageProcessor.from_pretrained(folder),
     }
     parts |= {name: None for name in cls.get_attributes() if name not in parts}
+    if kind.processor.startswith("MiniCPMV"):
+        parts["video_processor"] = SimpleNamespace(slice_mode=True, downsample_mode="16x")
     module = importlib.import_module(cls.__module__)
     with (
         mock.patch.object(ProcessorMixin, "check_argument_for_proper_class"),

@@ -445,7 +445,9 @@ def _open_processor(folder: Path, back_end: BackEnd) -> Any:
         }
         _skip_package_of_videos(cls)
         images_only: Any = type(cls.__name__, (_ImagesOnly, cls), {})
-        arguments = [parts.get(name) for name in cls.get_attributes()]
+        arguments = [
+            parts.get(name, _ABSENT.get(name)) for name in cls.get_attributes()
+        ]
         return images_only.from_args_and_dict(
             arguments, read_object(folder / "processor_config.json")
         )
@@ -456,11 +458,24 @@ def _open_processor(folder: Path, back_end: BackEnd) -> Any:
         ) from error
 
 
+class _NoVideos(dict[str, None]):
+    """The place of a processor of videos: each of its settings, which some classes read when they
+    are built, is None. A dictionary, since classes write their parts as JSON."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return None
+
+
+_ABSENT = {"video_processor": _NoVideos()}
+
+
 class _ImagesOnly:
     """Makes a processor's parts optional."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> object:
-        if argument is None:
+        if argument is None or isinstance(argument, _NoVideos):
             return None
         return super().check_argument_for_proper_class(  # type: ignore[misc]
             argument_name, argument

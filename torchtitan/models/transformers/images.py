@@ -22,10 +22,10 @@ _PROJECTORS = re.compile(
     r"(model\.)?("
     # a module next to the vision tower
     r"\w*(projector|projection|connector|aligner|adapter|resampler|qformer)\w*(\.|$)|"
-    r"(embed_vision|visual_embeddings_table|vision_embed_tokens)\.|"
+    r"(embed_vision|visual_embeddings_table|vision_embed_tokens|merger)\.|"
     r"(image_newline|view_separator|query_tokens)$|"
     # a module in the tower, after its layers
-    r"\w+\.(\w*merger\w*|connector|downsample\w*|head_linear|head_norm)\."
+    r"\w+\.((?!vit_merger)\w*merger\w*|connector|downsample\w*|head_linear|head_norm)\."
     r")"
 )
 """Names of the parameters between a vision tower and the language model, in the classes of
