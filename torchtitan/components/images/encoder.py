@@ -162,7 +162,7 @@ class ImageTokens:
         """
         places = np.flatnonzero(ids == self._processor.token_id).tolist()
         if self._processor.joins_text:
-            spans, new = self._joined(ids, places, self._processor.replacements(sizes))
+            spans, new = self._joined(ids, places, sizes)
         else:
             spans = [(place, place + 1) for place in places]
             new = self._processor.expansions(sizes)
@@ -178,13 +178,13 @@ class ImageTokens:
         return np.concatenate(pieces), np.concatenate(sources)
 
     def _joined(
-        self, ids: np.ndarray, places: Sequence[int], texts: Sequence[str]
+        self, ids: np.ndarray, places: Sequence[int], sizes: Sequence[tuple[int, int]]
     ) -> tuple[list[tuple[int, int]], list[list[int]]]:
         """Tokenize the text between two special tokens again if it has images; return the spans
         of ids and what replaces them."""
         is_bound = np.isin(ids, self._bounds)
         edges = [0, *(np.flatnonzero(is_bound) + 1).tolist(), len(ids)]
-        replacements = iter(texts)
+        n_read = 0
         spans: list[tuple[int, int]] = []
         new: list[list[int]] = []
         for start, stop in itertools.pairwise(edges):
@@ -196,14 +196,11 @@ class ImageTokens:
             old = ids[first:last].tolist()
             text = self._tokenizer.decode(old)
             [again] = self._tokenizer.tokenize([text], allow_special=True)
-            parts = text.split(self._processor.token)
-            if again != old or len(parts) != n_images + 1:
+            if again != old or text.count(self._processor.token) != n_images:
                 raise BrokenSample("the text beside an image has other tokens if read again")
-            whole = parts[0]
-            for part in parts[1:]:
-                whole += next(replacements) + part
             spans.append((first, last))
-            new.append(self._tokenizer.tokenize([whole], allow_special=True)[0])
+            new.append(self._processor.read(text, sizes, n_read))
+            n_read += n_images
         return spans, new
 
 

@@ -62,6 +62,9 @@ _OF_TEXT = frozenset(
 _TYPES = "token_type_ids"
 """Last part of the names of results for types of tokens."""
 
+_OF_BOTH = frozenset({"cross_attention_mask"})
+"""Results that depend on text and images; the call of the class makes them of token ids."""
+
 _TRIAL_SIZES: tuple[Size, Size] = ((96, 64), (60, 120))
 _CACHED_SAMPLES = 128
 _QUICK = {"resample": 0, "do_rescale": False, "do_normalize": False}
@@ -87,8 +90,8 @@ class ImageProcessor:
     """Name → ids of tokens of type 1, of each further argument of the class for types of tokens."""
     joins_text: bool
     """True if the text in the place of an image begins or ends with ordinary text, such as the line
-    breaks of Gemma 3. Its token ids then depend on the text around it: put `replacements` into the
-    text before it is tokenized, instead of `expansions` into token ids."""
+    breaks of Gemma 3, or if the processor changes the text beside an image. Token ids then depend
+    on the text around it: `read` the text, instead of putting `expansions` into token ids."""
 
     @classmethod
     def from_folder(
@@ -147,6 +150,8 @@ class ImageProcessor:
         before, after = around if all(isinstance(each, str) for each in around) else ("", "")
         self._written = f"{before}{self.token}{after}"
         self._is_flat = False
+        self._rewrites = False  # it returns no texts in the place of images
+        self._begin = ""
         self._image_ids = [i for i in processor.image_token_ids if i is not None]
         self._cached = functools.lru_cache(maxsize=_CACHED_SAMPLES)(self._blank_replacements)
 
@@ -160,6 +165,19 @@ class ImageProcessor:
         sizes are given in order. Raise `UserError` for sizes that the processor refuses."""
         texts, _ = self._cached(tuple(sizes))
         return list(texts)
+
+    def read(self, text: str, sizes: Sequence[Size], first: int) -> list[int]:
+        """Return the token ids of a part of a sample with images of `sizes`, and those of its
+        images, from the `first` on, in the place of their placeholders. Raise `UserError` for sizes
+        that the processor refuses."""
+        before, *others = text.split(self.token)
+        if self._rewrites:
+            images = _blank_images(sizes[first : first + len(others)])
+            return self._read(text, images, **self._quick())
+        texts = self.replacements(sizes)[first : first + len(others)]
+        whole = before + "".join(new + other for new, other in zip(texts, others, strict=True))
+        [ids] = self._tokenizer.tokenize([whole], allow_special=True)
+        return ids
 
     def expansions(self, sizes: Sequence[Size]) -> list[list[int]]:
         """Return the token ids of the `replacements`, each tokenized by itself."""
@@ -189,24 +207,39 @@ class ImageProcessor:
     def _blank_replacements(self, sizes: tuple[Size, ...]) -> tuple[list[str], list[np.ndarray]]:
         if not sizes:
             return [], []
-        from PIL import Image
-
-        processor = self._processor.image_processor
-        options = {name: value for name, value in _QUICK.items() if hasattr(processor, name)}
-        outputs = self._call([[Image.new("RGB", size) for size in sizes]], **options)
+        images, options = _blank_images(sizes), self._quick()
+        if self._rewrites:
+            found = [self._read(self._written, [image], **options) for image in images]
+            return [], [np.array(each, dtype=np.int32) for each in found]
+        outputs = self._call([images], **options)
         texts = self._replacements(outputs)
         ids = self._tokenizer.tokenize(texts, allow_special=True)
         return texts, [np.array(each, dtype=np.int32) for each in ids]
 
-    def _call(self, images: Sequence[Sequence["Image"]], **options: Any) -> Any:
-        """Call the processor with samples that consist of images only, with options for images."""
+    def _quick(self) -> dict[str, Any]:
+        known = self._processor.image_processor
+        return {name: value for name, value in _QUICK.items() if hasattr(known, name)}
+
+    def _read(self, text: str, images: Sequence["Image"], **options: Any) -> list[int]:
+        """Return the token ids that the processor itself makes of a text with images."""
+        [ids] = self._call([images], [f"{self._begin}{text}"], **options)["input_ids"]
+        return list(ids[1:] if self._begin else ids)
+
+    def _call(
+        self,
+        images: Sequence[Sequence["Image"]],
+        texts: Sequence[str] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Call the processor with texts, by default of placeholders only, the images of each, and
+        options for images."""
         nested = [list(sample) for sample in images]
         flat = [image for sample in nested for image in sample]
         has_padding = getattr(self._processor.tokenizer, "pad_token", None) is not None
         try:
             return self._processor(
                 images=flat if self._is_flat else nested,
-                text=[self._written * len(sample) for sample in nested],
+                text=list(texts or (self._written * len(sample) for sample in nested)),
                 images_kwargs={"return_tensors": "pt", **options},
                 text_kwargs={
                     "return_tensors": None,
@@ -241,7 +274,8 @@ class ImageProcessor:
     @staticmethod
     def _names(outputs: Any) -> list[str]:
         """Return the names of results that the class takes for images."""
-        return [name for name in outputs if name not in _OF_TEXT and not name.endswith(_TYPES)]
+        unused = _OF_TEXT | _OF_BOTH
+        return [name for name in outputs if name not in unused and not name.endswith(_TYPES)]
 
     def _marked(self, outputs: Any) -> dict[str, list[int]]:
         """Return `marked` of the results for a sample."""
@@ -281,9 +315,12 @@ class ImageProcessor:
             )
         outputs = self._first_call([images])
         texts = self._replacements(outputs)
-        if len(texts) != len(images):
+        self._rewrites = not texts and self._has_tokens_of_images(outputs)
+        if self._rewrites:
+            self._try_rewriting(images)
+        elif len(texts) != len(images):
             raise UserError(f"{self._name} does not return the text in the place of each image")
-        if texts != self.replacements(_TRIAL_SIZES):
+        elif texts != self.replacements(_TRIAL_SIZES):
             raise UserError(
                 f"{self._name} gives images of the same size different numbers of tokens, by their "
                 "content, so that the length of a sample is not known before its images are decoded"
@@ -301,7 +338,7 @@ class ImageProcessor:
         bad = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         if bad or not tensors:
             raise UserError(f"{self._name} returns no finite values for {bad or 'images'}")
-        self.joins_text = any(self._joins(text) for text in texts)
+        self.joins_text = self._rewrites or any(self._joins(text) for text in texts)
         whole = "".join(self._written.replace(self.token, text) for text in texts)
         [ids] = self._tokenizer.tokenize([whole], allow_special=True)
         [own] = outputs["input_ids"]
@@ -330,11 +367,38 @@ class ImageProcessor:
             return False
         return self.token_id in outputs["input_ids"][0]
 
+    def _has_tokens_of_images(self, outputs: Any) -> bool:
+        [ids] = outputs["input_ids"]
+        return not set(self._image_ids).isdisjoint(ids)
+
+    def _try_rewriting(self, images: Sequence["Image"]) -> None:
+        """Compare what the processor makes of two images with blank ones, each by itself."""
+        begin = self._processor.tokenizer.bos_token_id
+        text = f"\n{self.token}\n{self.token}\n"
+        if begin is not None and self._read(text, images)[0] == begin:
+            self._begin = self._processor.tokenizer.bos_token  # needed in each text
+        ids = self._read(text, images)
+        special = self._tokenizer.special_ids
+        alone = [i for each in self.expansions(_TRIAL_SIZES) for i in each]
+        outside = self._tokenizer.decode([i for i in ids if i not in special])
+        ends = {ids[0], ids[-1]}
+        if [i for i in ids if i in special] != alone or outside.strip() or ends & special:
+            raise UserError(
+                f"{self._name} does not write the tokens of an image in the place of its "
+                "placeholder"
+            )
+
     def _joins(self, text: str) -> bool:
         """Return whether other text next to `text` changes its token ids."""
         parts = ["\n", text, "\n"]
         whole, *ids = self._tokenizer.tokenize(["".join(parts), *parts], allow_special=True)
         return whole != [token for part in ids for token in part]
+
+
+def _blank_images(sizes: Sequence[Size]) -> list["Image"]:
+    from PIL import Image
+
+    return [Image.new("RGB", size) for size in sizes]
 
 
 def _check_packages() -> None:
@@ -445,9 +509,7 @@ def _open_processor(folder: Path, back_end: BackEnd) -> Any:
         }
         _skip_package_of_videos(cls)
         images_only: Any = type(cls.__name__, (_ImagesOnly, cls), {})
-        arguments = [
-            parts.get(name, _ABSENT.get(name)) for name in cls.get_attributes()
-        ]
+        arguments = [parts.get(name, _ABSENT.get(name)) for name in cls.get_attributes()]
         return images_only.from_args_and_dict(
             arguments, read_object(folder / "processor_config.json")
         )

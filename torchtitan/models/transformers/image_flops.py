@@ -150,7 +150,7 @@ class ImageFlops:
     def _count(self, tensors: Mapping[str, Tensor]) -> float:
         if self._plain is None:
             with torch.device("meta"):
-                self._plain = build_class(self._config, "eager").eval()
+                self._plain = build_class(self._config, "eager").eval().requires_grad_(False)
             flop_formulas()
         method = feature_owner(self._plain).get_image_features
         accepted = inspect.signature(method).parameters
