@@ -14,9 +14,9 @@ from unittest import mock
 import torch
 
 from tests.more_vision_types import MORE_TYPES
-from tests.vision_types_i_to_m import I_TO_M_IN_ROWS, I_TO_M_TYPES
 from tests.vision_types import HIDDEN, TYPES, VOCABULARY, VisionType
 from tests.vision_types_b_to_g import B_TO_G
+from tests.vision_types_i_to_m import I_TO_M_IN_ROWS, I_TO_M_TYPES
 from torchtitan.components.images import processor
 
 Conversation = list[dict[str, Any]]
@@ -155,7 +155,7 @@ def vision_model(model_type: str, **text: Any) -> Any:
     )
     for part in (config, config.get_text_config()):
         part.pad_token_id = ids["<pad>"]
-        part.bos_token_id = ids.get(kind.tokens.get("bos_token"))
+        part.bos_token_id = ids.get(kind.tokens.get("bos_token", ""))
         part.eos_token_id = ids["<|im_end|>"]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -163,6 +163,8 @@ def vision_model(model_type: str, **text: Any) -> Any:
         for parameter in model.parameters():  # large enough that every part changes the loss
             if parameter.ndim > 1:
                 parameter.normal_(std=parameter[0].numel() ** -0.5)
+            elif parameter.numel() == 1 and not parameter:  # the gate of a layer
+                parameter.fill_(0.5)
     return model
 
 

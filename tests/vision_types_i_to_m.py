@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tests.vision_types import HIDDEN, LINEAR, QWEN_PIXELS, VISION, VisionType, mrope, qwen
+from tests.vision_types import HIDDEN, LINEAR, QWEN_PIXELS, SQUARE, VISION, VisionType, mrope, qwen
 
 _MINICPM = {
     "image_token": "<|image_pad|>",
@@ -87,7 +87,18 @@ I_TO_M_TYPES: dict[str, VisionType] = {
         arguments={"image_seq_len": 4},
         projector=r"model\.connector\.",
     ),
+    "mllama": VisionType(
+        processor="MllamaProcessor",
+        image_processor="MllamaImageProcessor",
+        tokens={"image_token": "<|image|>", "bos_token": "<|im_start|>"},
+        placeholder="<|image|>",
+        ids={"image_token_index": "<|image|>"},
+        text={"num_hidden_layers": 3, "cross_attention_layers": [1]},
+        vision=VISION
+        | {"num_global_layers": 1, "intermediate_layers_indices": [0], "vision_output_dim": 64},
+        pixels=SQUARE | {"max_image_tiles": 4},
+    ),
 }
 
-I_TO_M_IN_ROWS = ("lfm3_vl", "minicpmv4_6", "minicpmv4_7")
-"""With short convolutions or linear attention."""
+I_TO_M_IN_ROWS = ("lfm3_vl", "minicpmv4_6", "minicpmv4_7", "mllama")
+"""With short convolutions, linear attention, or layers that read the images of a row."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.components.generation import KVCache
+from torchtitan.models.transformers.cross_attention import cross_attention_arguments
 from torchtitan.models.transformers.description import transformers_config
 from torchtitan.models.transformers.tiny import CLONE_TOLERANCE, TEXT_IDS, random_clone, trial
 from torchtitan.protocols.attention import AttentionMetadata
@@ -70,6 +71,8 @@ class ClassCache(KVCache):
         more: dict[str, Any] = {}
         if self._images is not None and self._tokens_BL is None:
             more = dict(self._images)
+        if self._images is not None:
+            more |= cross_attention_arguments(model, all_BS, self._images)
         if "position_ids" in takes:
             more["position_ids"] = self._positions(model, all_BS, mask_BS, more)
         inputs = model.prepare_inputs_for_generation(

@@ -88,6 +88,15 @@ def _fused_attention(
     return result
 
 
+def _features(model: object) -> Any:
+    """Return the method of a class for the features of images. Raise `NotImplementedError` if it
+    has none."""
+    owner = feature_owner(model)
+    if owner is None:
+        raise NotImplementedError(f"{type(model).__name__} has no method for features of images")
+    return owner.get_image_features
+
+
 def trace_images(model: Any, images: ImageInputs, dtype: torch.dtype) -> None:
     """Run a class's vision tower and projector, and their backward pass, on the meta device, where
     the weights are, in `dtype`: for the observers of operations.
@@ -95,7 +104,7 @@ def trace_images(model: Any, images: ImageInputs, dtype: torch.dtype) -> None:
     Raises:
         RuntimeError, NotImplementedError: the class reads values that weights decide.
     """
-    method = feature_owner(model).get_image_features
+    method = _features(model)
     accepted = inspect.signature(method).parameters
     arguments = {
         name: value.to(dtype) if value.is_floating_point() else value
@@ -152,10 +161,10 @@ class ImageFlops:
             with torch.device("meta"):
                 self._plain = build_class(self._config, "eager").eval().requires_grad_(False)
             flop_formulas()
-        method = feature_owner(self._plain).get_image_features
-        accepted = inspect.signature(method).parameters
-        arguments = {name: value for name, value in tensors.items() if name in accepted}
         try:
+            method = _features(self._plain)
+            accepted = inspect.signature(method).parameters
+            arguments = {name: value for name, value in tensors.items() if name in accepted}
             with torch.no_grad(), FlopCounterMode(display=False) as counter, _MetaIfMixed():
                 method(**arguments, return_dict=True)
             return float(counter.get_total_flops())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, PretrainedConfig
 
+from torchtitan.models.transformers.cross_attention import cross_attention_arguments
 from torchtitan.models.transformers.images import TYPES, image_arguments, token_mask
 from torchtitan.models.transformers.packing import (
     KERNEL,
@@ -90,10 +91,12 @@ def run_with_images(
     inputs: dict[str, Any] = {"input_ids": tokens_BL, **image_arguments(model, images, dtype)}
     options["use_cache"] = False
     if attention is None or attention.positions_BL is None:
+        inputs |= cross_attention_arguments(model, tokens_BL, inputs)
         return model(attention_mask=token_mask(tokens_BL, attention), **inputs, **options)
     rows = DocumentRows.of(attention, tokens_BL.device)
     if packing.mode == "rows":
         inputs |= {name: rows.take(inputs[name]) for name in _of_tokens(inputs)}
+        inputs |= cross_attention_arguments(model, inputs["input_ids"], inputs)
         return model(attention_mask=rows.mask_NM, **inputs, **options)
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = _positions(model, inputs, attention, rows)

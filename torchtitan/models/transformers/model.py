@@ -20,9 +20,8 @@ from torchtitan.models.transformers.balance import (
     returns_router_loss,
 )
 from torchtitan.models.transformers.context import ClassAttention
-from torchtitan.models.transformers.description import (
-    build_class,
-)
+from torchtitan.models.transformers.cross_attention import cross_attention_layers
+from torchtitan.models.transformers.description import build_class
 from torchtitan.models.transformers.experts import stack_experts
 from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
@@ -37,6 +36,7 @@ from torchtitan.models.transformers.image_packing import (
 )
 from torchtitan.models.transformers.images import (
     Part,
+    feature_owner,
     image_arguments,
     is_language_model,
     places_of_readers,
@@ -249,6 +249,7 @@ class TransformersModel(BaseModel):
         if self.config.reads_images:
             # Other modules may run on some ranks only; their weights belong to the model's unit.
             decoder = set(self.model.get_decoder().modules())
+            decoder -= set(cross_attention_layers(self.model))
             units = [block for block in units if block in decoder]
             units = [*self.vision_layers(), *units]
         return [*embedding, *units, *head]
@@ -281,6 +282,9 @@ class TransformersModel(BaseModel):
         dtype: torch.dtype = getattr(module, name).dtype
         return dtype
 
+    def _reads_blank(self, images: ImageInputs) -> bool:
+        return bool(images.blank) and feature_owner(self.model) is not None
+
     @contextlib.contextmanager
     def _reading_images(self, images: ImageInputs) -> Iterator[None]:
         """Let all ranks run the vision tower in a forward pass if they share its layers or its
@@ -291,7 +295,7 @@ class TransformersModel(BaseModel):
             if is_shared:
                 contexts.enter_context(running_vision_once(self.model, layers[0]))
             if not images.tensors and (is_shared or torch.is_grad_enabled()):
-                if images.blank:
+                if self._reads_blank(images):
                     contexts.enter_context(reading_blank(self.model, images, self._reader_dtype()))
                 elif is_shared:
                     raise UserError(
@@ -416,8 +420,10 @@ class TransformersModel(BaseModel):
                 **self._packing_options(),
             )
         hidden_BLD = gather_with_images(self.packing, self._hidden_of(outputs), attention)
-        if not (images.tensors or images.blank) and torch.is_grad_enabled():
-            hidden_BLD = without_images(self.image_readers(), hidden_BLD)
+        if not (images.tensors or self._reads_blank(images)) and torch.is_grad_enabled():
+            layers = nn.ModuleList(cross_attention_layers(self.model))
+            readers = [*self.image_readers(), *layers.parameters()]
+            hidden_BLD = without_images(readers, hidden_BLD)
         if balance is not None:
             mask_N = mask_with_images(self.packing, tokens_BL, attention)
             hidden_BLD = balance(hidden_BLD, outputs.router_logits, mask_N)
