@@ -134,9 +134,9 @@ class ImageProcessor:
         self.token = str(next(filter(None, (getattr(processor, name, None) for name in names)), ""))
         if not self.token:
             raise UserError(
-                f"{self._name} replaces no token of a text by an image: its class takes one image "
-                "before each text, or the chat template writes all tokens of an image, which is "
-                "not supported; train a model of another type"
+                f"{self._name} has no token that stands for an image in a text: its class takes one "
+                "image before each text, or the chat template writes all tokens of an image, which "
+                "is not supported; train a model of another type"
             )
         token_id = tokenizer.id_of(self.token)
         if token_id is None:
@@ -264,7 +264,11 @@ class ImageProcessor:
             try:
                 return self._call(images)
             except UserError:
-                raise error from error.__cause__
+                cause = error.__cause__
+                raise UserError(
+                    f"{self._name} does not take a text with two images in their places: "
+                    f"{in_words(cause) if cause else error}"
+                ) from cause
 
     @staticmethod
     def _replacements(outputs: Any) -> list[str]:
@@ -453,6 +457,7 @@ def _back_end(image_processor: Any) -> str:
 def _processor_class(folder: Path) -> Any:
     """Return the class that the folder's files name, or else the class of its model_type."""
     from transformers.models.auto import processing_auto
+    from transformers.processing_utils import ProcessorMixin
 
     documents = [read_object(folder / name) for name in (*_CONFIGS, "tokenizer_config.json")]
     names = [document["processor_class"] for document in documents if "processor_class" in document]
@@ -464,14 +469,27 @@ def _processor_class(folder: Path) -> Any:
             f"'{folder}' names no processor_class, and transformers has none for its model_type "
             f"'{model_type}'"
         )
-    if names[0] not in processing_auto.PROCESSOR_MAPPING_NAMES.values():
+    cls: Any = processing_auto.processor_class_from_name(names[0])
+    if getattr(cls, "is_dummy", False):
+        return _pixtral_class() if names[0] == "PixtralProcessor" else cls
+    if not isinstance(cls, type) or not issubclass(cls, ProcessorMixin):
         raise UserError(
             f"'{folder}' names the processor_class {names[0]!r}, which transformers does not have"
         )
-    cls: object = processing_auto.processor_class_from_name(names[0])
-    if getattr(cls, "is_dummy", False) and names[0] == "PixtralProcessor":
-        return _pixtral_class()
+    _check_parts(cls)
     return cls
+
+
+def _check_parts(cls: Any) -> None:
+    """Raise `UserError` if a class does not read images, or images together with their text."""
+    parts = cls.get_attributes()
+    if "image_processor" not in parts:
+        raise UserError(f"{cls.__name__} reads no images; its parts are {', '.join(parts)}")
+    if others := [name for name in parts if name.endswith("_tokenizer")]:
+        raise UserError(
+            f"{cls.__name__} has a second tokenizer, {others[0]}: what its model sees in an image "
+            "depends on the text beside it, which is not supported; train a model of another type"
+        )
 
 
 def _pixtral_class() -> Any:

@@ -1,4 +1,4 @@
-"""Arguments of classes whose decoder reads images in layers of their own, such as Llama 3.2's: a row
+"""Arguments of classes whose decoder reads images in layers of their own, such as Llama 3.2: a row
 of images for each row of tokens, and the images that each token reads.
 
 Source: transformers 5.23.0, models/mllama (`MllamaProcessor`).

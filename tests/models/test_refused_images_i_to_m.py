@@ -1,0 +1,106 @@
+"""Types of models that read images and cannot be trained on conversations with them: each is
+refused by name, with a reason, when its data loader opens its processor: before the model is
+built."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.models.test_images import options, write_rows
+from tests.tiny_vision import vision_folder
+from tests.training import train
+from torchtitan.components.images.processor import ImageProcessor
+from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.tools.errors import UserError
+
+NO_TOKEN = r"has no token that stands for an image in a text"
+REFUSED = [
+    ("idefics", "IdeficsProcessor", "IdeficsImageProcessor", NO_TOKEN),
+    ("kosmos-2", "Kosmos2Processor", "CLIPImageProcessor", NO_TOKEN),
+    (
+        "kosmos-2.5",
+        "Kosmos2_5Processor",
+        "Kosmos2_5ImageProcessor",
+        "does not take a text with two images in their places",
+    ),
+    (
+        "instructblip",
+        "InstructBlipProcessor",
+        "BlipImageProcessor",
+        "has a second tokenizer, qformer_tokenizer: what its model sees in an image depends on",
+    ),
+    (
+        "instructblipvideo",
+        "InstructBlipVideoProcessor",
+        "BlipImageProcessor",
+        "reads no images; its parts are video_processor, tokenizer, qformer_tokenizer",
+    ),
+]
+WITH_TORCHVISION = [
+    ("inkling2", "Inkling2Processor", "Inkling2ImageProcessor"),
+    ("inkling_mm_model", "InklingProcessor", "InklingImageProcessor"),
+    ("kimi_k25", "Kimi_K25Processor", "Kimi_K25ImageProcessor"),
+    ("lfm2_vl", "Lfm2VlProcessor", "Lfm2VlImageProcessor"),
+    ("llama4", "Llama4Processor", "Llama4ImageProcessor"),
+    ("minicpm_ocr", "MiniCPMOcrProcessor", "MiniCPMOcrImageProcessor"),
+    ("minimax_m3_vl", "MiniMaxM3VLProcessor", "MiniMaxM3VLImageProcessor"),
+    ("molmo2", "Molmo2Processor", "Molmo2ImageProcessor"),
+]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer that has a token for images."""
+    folder = vision_folder("llava", tmp_path_factory.mktemp("source"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["bos_token"] = "<pad>"
+    settings["extra_special_tokens"] |= {"boi_token": "<|im_start|>", "eoi_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def write_folder(
+    source: Path, folder: Path, model_type: str, processor: str, image_processor: str
+) -> None:
+    from transformers import AutoConfig
+
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    AutoConfig.for_model(model_type).save_pretrained(folder)
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": processor}))
+    pixels = {"image_processor_type": image_processor}
+    (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
+
+
+@pytest.mark.parametrize(("model_type", "processor", "image_processor", "reason"), REFUSED)
+def test_type_is_refused(
+    model_type: str, processor: str, image_processor: str, reason: str, source: Path, tmp_path: Path
+) -> None:
+    write_folder(source, tmp_path, model_type, processor, image_processor)
+    with pytest.raises(UserError, match=f"{processor} {reason}"):
+        ImageProcessor.from_folder(tmp_path, PretrainedTokenizer.Config().build(path=tmp_path))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed"
+)
+@pytest.mark.parametrize(("model_type", "processor", "image_processor"), WITH_TORCHVISION)
+def test_type_without_a_back_end_is_refused(
+    model_type: str, processor: str, image_processor: str, source: Path, tmp_path: Path
+) -> None:
+    reason = rf"{processor} cannot be built here: .*{image_processor}.*; pip install torchvision$"
+    write_folder(source, tmp_path, model_type, processor, image_processor)
+    with pytest.raises(UserError, match=reason):
+        ImageProcessor.from_folder(tmp_path, PretrainedTokenizer.Config().build(path=tmp_path))
+
+
+def test_type_that_reads_text_only_is_refused(source: Path, tmp_path: Path) -> None:
+    """transformers lists it among the types that read images."""
+    write_folder(
+        source, tmp_path / "model", "mistral4", "PixtralProcessor", "PixtralImageProcessor"
+    )
+    rows, *_ = write_rows(tmp_path / "rows")
+    with pytest.raises(UserError, match="model_type 'mistral4' reads text only"):
+        train(tmp_path / "run", **options(tmp_path / "model", rows))
