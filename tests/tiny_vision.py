@@ -264,10 +264,11 @@ def reference_inputs(
     on the right."""
     call = reference_processor(model_type, folder)
     nested = [list(sample) for sample in images]
+    flat: list[Any] = sum(nested, [])
     inputs = dict(
         call(
             text=[text_of(folder, messages, **template) for messages in conversations],
-            images=sum(nested, []) if _TYPES[model_type].is_flat else nested,
+            images=(flat if _TYPES[model_type].is_flat else nested) if flat else None,
             padding=True,
             padding_side="right",
             return_tensors="pt",

@@ -400,7 +400,7 @@ def test_tensor_parallelism_changes_nothing(
 
 @pytest.mark.parametrize(
     "model_type",
-    ["qwen3_vl", *(pytest.param(x, marks=pytest.mark.slow) for x in ("smolvlm", "gemma3"))],
+    ["qwen3_vl", *(pytest.param(x, marks=pytest.mark.slow) for x in ("smolvlm", "gemma3", "mllama"))],
 )
 def test_answers_equal_those_of_transformers(
     model_type: str, folders: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
