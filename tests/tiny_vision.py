@@ -243,7 +243,7 @@ def reference_processor(model_type: str, folder: Path) -> Any:
         "image_processor": AutoImageProcessor.from_pretrained(folder),
     }
     parts |= {name: None for name in cls.get_attributes() if name not in parts}
-    if kind.processor.startswith("MiniCPMV"):
+    if kind.processor.startswith("MiniCPM"):
         parts["video_processor"] = SimpleNamespace(slice_mode=True, downsample_mode="16x")
     module = importlib.import_module(cls.__module__)
     with (

@@ -21,7 +21,7 @@ def test_rows_by_themselves_equal_those_of_the_class(
     folders: Any, data: Any, tmp_path: Path
 ) -> None:
     """In a batch, the class lets text before images depend on how many the other rows have:
-    findings/mllama_text_before_an_image_reads_it.sh."""
+    findings/transformers_mllama_text_reads_later_images.sh."""
     folder = folders("mllama")
     rows, conversations, images = data
     results = [

@@ -5,13 +5,17 @@ built."""
 import importlib.util
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from tests import tiny_vision
 from tests.models.test_images import options, write_rows
 from tests.tiny_vision import vision_folder
 from tests.training import train
+from tests.vision_types import llava
 from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import UserError
@@ -104,3 +108,19 @@ def test_type_that_reads_text_only_is_refused(source: Path, tmp_path: Path) -> N
     rows, *_ = write_rows(tmp_path / "rows")
     with pytest.raises(UserError, match="model_type 'mistral4' reads text only"):
         train(tmp_path / "run", **options(tmp_path / "model", rows))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed"
+)
+def test_a_processor_that_adds_a_token_is_refused(tmp_path: Path) -> None:
+    names = ("im_patch", "im_col", "im_start", "low_res_im_start", "im_end", "im_low")
+    tokens = {f"<{name}>": f"<{name}>" for name in (*names, "frame_start", "frame_end")}
+    tokens |= {"image_token": "<|image|>", "video_token": "<|video|>"}
+    kind = llava("Molmo2Processor", "Molmo2ImageProcessor")
+    ids = {"image_token_index": "<|image|>"}
+    molmo = replace(kind, tokens=tokens, ids=ids, placeholder="<|image|>", pixels={}, arguments={})
+    with mock.patch.dict(tiny_vision._TYPES, {"llava": molmo}):
+        folder = vision_folder("llava", tmp_path)
+    with pytest.raises(UserError, match="Molmo2Processor begins each text with '<.im_end.>'"):
+        ImageProcessor.from_folder(folder, PretrainedTokenizer.Config().build(path=folder))

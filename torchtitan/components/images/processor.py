@@ -134,9 +134,9 @@ class ImageProcessor:
         self.token = str(next(filter(None, (getattr(processor, name, None) for name in names)), ""))
         if not self.token:
             raise UserError(
-                f"{self._name} has no token that stands for an image in a text: its class takes one "
-                "image before each text, or the chat template writes all tokens of an image, which "
-                "is not supported; train a model of another type"
+                f"{self._name} has no token that stands for an image in a text: its class takes "
+                "one image before each text, or the chat template writes all tokens of an image, "
+                "which is not supported; train a model of another type"
             )
         token_id = tokenizer.id_of(self.token)
         if token_id is None:
@@ -265,9 +265,10 @@ class ImageProcessor:
                 return self._call(images)
             except UserError:
                 cause = error.__cause__
+                assert isinstance(cause, Exception)
                 raise UserError(
                     f"{self._name} does not take a text with two images in their places: "
-                    f"{in_words(cause) if cause else error}"
+                    f"{in_words(cause)}"
                 ) from cause
 
     @staticmethod
@@ -347,6 +348,13 @@ class ImageProcessor:
         [ids] = self._tokenizer.tokenize([whole], allow_special=True)
         [own] = outputs["input_ids"]
         places = range(len(own) - len(ids) + 1)  # more may follow, and a token may precede
+        if own[: len(ids)] != ids and own[1 : len(ids) + 1] == ids:
+            logger.warning(
+                "%s begins each text with %r; conversations begin as their chat template writes: "
+                "let it write the token if the model expects it",
+                self._name,
+                self._processor.tokenizer.convert_ids_to_tokens(own[0]),
+            )
         if not any(own[start : start + len(ids)] == ids for start in places[:2]):
             raise UserError(
                 f"{self._name} writes other token ids in the place of images than the tokenizer "

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -25,7 +25,8 @@ _PROJECTORS = re.compile(
     r"(embed_vision|visual_embeddings_table|vision_embed_tokens|merger)\.|"
     r"(image_newline|view_separator|query_tokens)$|"
     # a module in the tower, after its layers
-    r"\w+\.((?!vit_merger)\w*merger\w*|connector|downsample\w*|head_linear|head_norm)\."
+    r"\w+\.((?!vit_merger)\w*merger\w*|connector|downsample\w*|head_linear|head_norm|"
+    r"vision_adapter)\."
     r")"
 )
 """Names of the parameters between a vision tower and the language model, in the classes of
@@ -127,14 +128,23 @@ def feature_owner(model: object) -> Any:
 def features_in(output: Any) -> list[Tensor]:
     """Return what a class uses of the results of its `get_image_features`. Some classes pair them
     with the numbers of layers."""
-    used = [output.pooler_output, getattr(output, "deepstack_features", None)]
+    pooled = getattr(output, "pooler_output", None)  # Llama 4's are not
+    features = output.last_hidden_state if pooled is None else pooled
+    used = [features, getattr(output, "deepstack_features", None)]
     return [one for one in tree_iter(used) if isinstance(one, Tensor)]
 
 
 @contextlib.contextmanager
-def reading_blank(model: Any, images: ImageInputs, dtype: torch.dtype) -> Iterator[None]:
+def reading_blank(
+    model: Any,
+    images: ImageInputs,
+    dtype: torch.dtype,
+    readers: Callable[[], Sequence[nn.Parameter]],
+) -> Iterator[None]:
     """Make a class read the blank image of a batch without images, and add its features times 0 to
-    the embeddings: each rank must gather the same weights and reduce the same gradients."""
+    the embeddings: each rank must gather the same weights and reduce the same gradients. `readers`
+    returns the parameters outside of the layers of the tower, some of which a class uses after its
+    method for features."""
     owner = feature_owner(model)
     method = owner.get_image_features
     accepted = inspect.signature(method).parameters
@@ -150,7 +160,7 @@ def reading_blank(model: Any, images: ImageInputs, dtype: torch.dtype) -> Iterat
         zeros.append(embeddings.new_zeros(()))
         output = method(**arguments, return_dict=True)
         zeros[0] = sum((0 * tensor.sum() for tensor in features_in(output)), zeros[0])
-        return embeddings + zeros[0].to(embeddings.dtype)
+        return without_images(readers(), embeddings + zeros[0].to(embeddings.dtype))
 
     hook = model.get_input_embeddings().register_forward_hook(add_zero)
     try:

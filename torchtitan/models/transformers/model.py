@@ -273,14 +273,15 @@ class TransformersModel(BaseModel):
     def image_readers(self) -> list[nn.Parameter]:
         return [getattr(module, name) for module, name in self._places_of_readers]
 
+    def _outer_readers(self) -> list[nn.Parameter]:
+        """Return the present parameters that read images, outside of the layers of the tower."""
+        layers = {module for layer in self.vision_layers() for module in layer.modules()}
+        places = [place for place in self._places_of_readers if place[0] not in layers]
+        return [getattr(module, name) for module, name in places]
+
     def _reader_dtype(self) -> torch.dtype:
         """Return the type of the present weights outside of the layers of the vision tower."""
-        layers = {module for layer in self.vision_layers() for module in layer.modules()}
-        places = self._places_of_readers
-        outside = [place for place in places if place[0] not in layers] or places
-        module, name = outside[0]
-        dtype: torch.dtype = getattr(module, name).dtype
-        return dtype
+        return (self._outer_readers() or self.image_readers())[0].dtype
 
     def _reads_blank(self, images: ImageInputs) -> bool:
         return bool(images.blank) and feature_owner(self.model) is not None
@@ -296,7 +297,10 @@ class TransformersModel(BaseModel):
                 contexts.enter_context(running_vision_once(self.model, layers[0]))
             if not images.tensors and (is_shared or torch.is_grad_enabled()):
                 if self._reads_blank(images):
-                    contexts.enter_context(reading_blank(self.model, images, self._reader_dtype()))
+                    blank = reading_blank(
+                        self.model, images, self._reader_dtype(), self._outer_readers
+                    )
+                    contexts.enter_context(blank)
                 elif is_shared:
                     raise UserError(
                         "ranks that share a vision tower need batches with images or with a blank "
