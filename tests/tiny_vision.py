@@ -17,6 +17,7 @@ from tests.more_vision_types import MORE_TYPES
 from tests.vision_types import HIDDEN, TYPES, VOCABULARY, VisionType
 from tests.vision_types_b_to_g import B_TO_G
 from tests.vision_types_i_to_m import I_TO_M_IN_ROWS, I_TO_M_TYPES
+from tests.vision_types_m_to_v import ROWS_M_TO_V, TYPES_M_TO_V
 from torchtitan.components.images import processor
 
 Conversation = list[dict[str, Any]]
@@ -51,7 +52,7 @@ _TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
 
-_TYPES = TYPES | MORE_TYPES | B_TO_G | I_TO_M_TYPES
+_TYPES = TYPES | MORE_TYPES | B_TO_G | I_TO_M_TYPES | TYPES_M_TO_V
 
 VISION_TYPES: tuple[str, ...] = tuple(TYPES)
 
@@ -61,6 +62,7 @@ ALL_VISION_TYPES: tuple[str, ...] = tuple(_TYPES)
 IN_ROWS = ("qwen3_5", "hunyuan_vl", "qwen3_5_moe", "granite4_vision", "deepseek_vl_hybrid")
 IN_ROWS += ("glm5_next", "chameleon")
 IN_ROWS += I_TO_M_IN_ROWS
+IN_ROWS += ROWS_M_TO_V
 """Types that get a row for each packed document: the states of linear attention continue in the
 next document; positions count the images of a batch; the trial sees too little, since the class
 excludes tokens by the least number; or it cannot give the class features in the place of images."""
