@@ -53,7 +53,6 @@ _OF_TEXT = frozenset(
         "token_type_ids",
         "mm_token_type_ids",
         "special_tokens_mask",
-        "text_replacement_offsets",
         "labels",
     }
 )
@@ -211,8 +210,8 @@ class ImageProcessor:
         if self._rewrites:
             found = [self._read(self._written, [image], **options) for image in images]
             return [], [np.array(each, dtype=np.int32) for each in found]
-        outputs = self._call([images], **options)
-        texts = self._replacements(outputs)
+        self._call([images], **options)
+        texts = list(self._processor.replacements)
         ids = self._tokenizer.tokenize(texts, allow_special=True)
         return texts, [np.array(each, dtype=np.int32) for each in ids]
 
@@ -236,6 +235,7 @@ class ImageProcessor:
         nested = [list(sample) for sample in images]
         flat = [image for sample in nested for image in sample]
         has_padding = getattr(self._processor.tokenizer, "pad_token", None) is not None
+        self._processor.replacements = ()
         try:
             return self._processor(
                 images=flat if self._is_flat else nested,
@@ -247,7 +247,6 @@ class ImageProcessor:
                     "padding": has_padding and len(nested) > 1,
                     "add_special_tokens": False,
                 },
-                return_text_replacement_offsets=True,
             )
         except Exception as error:  # processors raise various types
             sizes = [f"{image.width} x {image.height}" for image in flat]
@@ -270,11 +269,6 @@ class ImageProcessor:
                     f"{self._name} does not take a text with two images in their places: "
                     f"{in_words(cause)}"
                 ) from cause
-
-    @staticmethod
-    def _replacements(outputs: Any) -> list[str]:
-        offsets = outputs.get("text_replacement_offsets") or []
-        return [each["replacement"] for sample in offsets for each in sample]
 
     @staticmethod
     def _names(outputs: Any) -> list[str]:
@@ -319,7 +313,7 @@ class ImageProcessor:
                 "cannot place its images; train a model of another type"
             )
         outputs = self._first_call([images])
-        texts = self._replacements(outputs)
+        texts = list(self._processor.replacements)
         self._rewrites = not texts and self._has_tokens_of_images(outputs)
         if self._rewrites:
             self._try_rewriting(images)
@@ -560,7 +554,15 @@ _ABSENT = {"video_processor": _NoVideos()}
 
 
 class _ImagesOnly:
-    """Makes a processor's parts optional."""
+    """Makes a processor's parts optional, and keeps what it writes for images."""
+
+    replacements: Sequence[str] = ()
+    """The text in the place of each image of the latest call."""
+
+    def get_text_with_replacements(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().get_text_with_replacements(*args, **kwargs)  # type: ignore[misc]
+        self.replacements = [one["replacement"] for sample in result[1] for one in sample]
+        return result
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> object:
         if argument is None or isinstance(argument, _NoVideos):
