@@ -1,7 +1,6 @@
 """Counts the operations of a class's vision tower and projector for the images of a batch, and runs
 both without memory."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.models.transformers.description import build_class
-from torchtitan.models.transformers.images import feature_owner, features_in, parts_of
+from torchtitan.models.transformers.images import (
+    feature_arguments,
+    feature_owner,
+    features_in,
+    parts_of,
+)
 from torchtitan.protocols.images import ImageInputs
 from torchtitan.tools.logging import logger
 from torchtitan.tools.torch_private import (
@@ -105,12 +109,7 @@ def trace_images(model: Any, images: ImageInputs, dtype: torch.dtype) -> None:
         RuntimeError, NotImplementedError: the class reads values that weights decide.
     """
     method = _features(model)
-    accepted = inspect.signature(method).parameters
-    arguments = {
-        name: value.to(dtype) if value.is_floating_point() else value
-        for name, value in images.tensors.items()
-        if name in accepted
-    }
+    arguments = feature_arguments(method, images.tensors, dtype)
     with _FusedAttention(), _MetaIfMixed():
         output = method(**arguments, return_dict=True)
         trained = [one for one in features_in(output) if one.requires_grad]
@@ -163,8 +162,7 @@ class ImageFlops:
             flop_formulas()
         try:
             method = _features(self._plain)
-            accepted = inspect.signature(method).parameters
-            arguments = {name: value for name, value in tensors.items() if name in accepted}
+            arguments = feature_arguments(method, tensors, torch.float32)
             with torch.no_grad(), FlopCounterMode(display=False) as counter, _MetaIfMixed():
                 method(**arguments, return_dict=True)
             return float(counter.get_total_flops())

@@ -3,9 +3,9 @@
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -98,16 +98,39 @@ def train_parts(model: object, trained: list[Part]) -> None:
             parameter.requires_grad_(name in trained)
 
 
-def image_arguments(model: Any, images: ImageInputs, dtype: torch.dtype) -> dict[str, Tensor]:
+def image_arguments(model: Any, images: ImageInputs, dtype: torch.dtype) -> dict[str, Any]:
     """Return the arguments of a class for images, in `dtype`: the type of the weights that read
     them."""
     accepted = inspect.signature(model.forward).parameters
     arguments = {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        name: _as_taken(tensor, dtype, accepted[name].annotation if name in accepted else None)
         for name, tensor in images.tensors.items()
     }
     types = [name for name in accepted if name.endswith(TYPES)]
     return arguments | {name: images.more_types.get(name, images.token_types_BL) for name in types}
+
+
+def feature_arguments(
+    method: Callable[..., object], tensors: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return those tensors that a class's `get_image_features` takes, as `image_arguments` does."""
+    accepted = inspect.signature(method).parameters
+    return {
+        name: _as_taken(tensor, dtype, accepted[name].annotation)
+        for name, tensor in tensors.items()
+        if name in accepted
+    }
+
+
+def _as_taken(tensor: Tensor, dtype: torch.dtype, annotation: object) -> Any:
+    """Return a tensor in `dtype` if it has floating point, and a list if a class takes lists of
+    integers only, such as `list[int] | None`."""
+    if tensor.is_floating_point():
+        return tensor.to(dtype)
+    is_union = isinstance(annotation, UnionType)
+    kinds = get_args(annotation) if is_union else (annotation,)
+    takes_lists = any(get_origin(kind) is list for kind in kinds)
+    return tensor.tolist() if takes_lists and Tensor not in kinds else tensor
 
 
 def without_images(readers: Sequence[nn.Parameter], hidden_BLD: Tensor) -> Tensor:
@@ -147,10 +170,7 @@ def reading_blank(
     method for features."""
     owner = feature_owner(model)
     method = owner.get_image_features
-    accepted = inspect.signature(method).parameters
-    blank = replace(images, tensors=images.blank, blank={})
-    arguments = image_arguments(model, blank, dtype)
-    arguments = {name: value for name, value in arguments.items() if name in accepted}
+    arguments = feature_arguments(method, images.blank, dtype)
 
     zeros: list[Tensor] = []
 
