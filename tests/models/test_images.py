@@ -7,6 +7,7 @@ import itertools
 import json
 from dataclasses import replace
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.tiny_vision import (
     vision_model,
 )
 from tests.training import ABSENT, killed_in, read_metrics, read_validation, train
+from tests.vision_types_m_to_v import OF_TORCHVISION
 from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
@@ -40,8 +42,13 @@ NOT_EQUAL = {
         strict=True,
     )
 }
+ABSENT_PACKAGES = {
+    name: pytest.mark.skipif(not find_spec("torchvision"), reason="its processor needs torchvision")
+    for name in OF_TORCHVISION
+}
+MARKS = (NOT_EQUAL, ABSENT_PACKAGES)
 SLOW = [
-    pytest.param(name, marks=[pytest.mark.slow, *filter(None, [NOT_EQUAL.get(name)])])
+    pytest.param(name, marks=[pytest.mark.slow, *(m[name] for m in MARKS if name in m)])
     for name in ALL_VISION_TYPES
     if name not in FAST
 ]
@@ -251,8 +258,8 @@ def test_parts_of_a_model(model_type: str) -> None:
 
     model = vision_model(model_type)
     parts = {id(parameter): part for part, ones in parts_of(model).items() for parameter in ones}
-    text = {id(parameter) for parameter in model.get_decoder().parameters()}
-    text |= {id(parameter) for parameter in model.get_output_embeddings().parameters()}
+    language = filter(None, (model.get_decoder(), model.get_output_embeddings()))
+    text = {id(parameter) for part in language for parameter in part.parameters()}
     for name, parameter in model.named_parameters():
         expected = "projector" if in_projector(model_type, name) else "vision"
         is_text = id(parameter) in text and ".vqmodel." not in name  # of a decoder with the tower

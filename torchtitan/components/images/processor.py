@@ -71,6 +71,12 @@ _QUICK = {"resample": 0, "do_rescale": False, "do_normalize": False}
 from 0 to 255."""
 
 
+_UNFIT = {
+    "ShieldGemma2Processor": "asks questions of its own about each image, whatever the row's text is"
+}
+"""Class of a processor → why conversations cannot be trained with it."""
+
+
 class ImageProcessor:
     """The processor of a model's folder; create it with `from_folder`."""
 
@@ -479,6 +485,8 @@ def _processor_class(folder: Path) -> Any:
             f"'{folder}' names the processor_class {names[0]!r}, which transformers does not have"
         )
     _check_parts(cls)
+    if names[0] in _UNFIT:
+        raise UserError(f"'{folder}': {names[0]} {_UNFIT[names[0]]}; train a model of another type")
     return cls
 
 
@@ -534,9 +542,13 @@ def _open_processor(folder: Path, back_end: BackEnd) -> Any:
             arguments, read_object(folder / "processor_config.json")
         )
     except Exception as error:  # classes raise various types
-        remedy = "; pip install torchvision" if "torchvision" in str(error) else ""
+        if "torchvision" in str(error) and not _has_torchvision():
+            raise UserError(
+                f"'{folder}': {cls.__name__} processes images with torchvision only, which is not "
+                f"installed; install the version that belongs to torch {torch.__version__}"
+            ) from error
         raise UserError(
-            f"'{folder}': {cls.__name__} cannot be built here: {in_words(error)}{remedy}"
+            f"'{folder}': {cls.__name__} cannot be built here: {in_words(error)}"
         ) from error
 
 
