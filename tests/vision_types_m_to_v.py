@@ -195,3 +195,17 @@ ROWS_M_TO_V = ("qwen4_exp", "nemotron_h_omni")
 
 OF_TORCHVISION = ("muse_glimmer", "muse_spark", "nemotron_h_omni", "step3p7", "unlimited_ocr")
 """Types whose image processor has no back end but torchvision."""
+
+REFUSED_M_TO_V = (
+    "paligemma",
+    "perception_lm",
+    "pi0",
+    "pix2struct",
+    "pp_chart2table",
+    "pp_formulanet",
+    "shieldgemma2",
+    "t5gemma2",
+    "udop",
+    "vision-encoder-decoder",
+)
+"""Types that do not train on conversations with images: `tests/models/test_image_types_m_to_v.py`."""

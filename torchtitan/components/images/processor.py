@@ -72,7 +72,7 @@ from 0 to 255."""
 
 
 _UNFIT = {
-    "ShieldGemma2Processor": "asks questions of its own about each image, whatever the row's text is"
+    "ShieldGemma2Processor": "asks questions of its own about each image, whatever the text is"
 }
 """Class of a processor → why conversations cannot be trained with it."""
 
