@@ -69,13 +69,12 @@ def test_classes_that_are_no_decoders_are_refused(
         (
             "PPChart2TableProcessor",
             "PPChart2TableImageProcessor",
-            "PPChart2TableProcessor replaces no token, and leaves all tokens of an image to the "
-            "chat template",
+            "PPChart2TableProcessor has no token that stands for an image in a text",
         ),
         (
             "PaliGemmaProcessor",
             "SiglipImageProcessor",
-            "PaliGemmaProcessor divides a text into a prompt and an answer",
+            "PaliGemmaProcessor puts one image before each text itself",
         ),
         (
             "ShieldGemma2Processor",

@@ -119,6 +119,4 @@ def test_a_package_is_named(
     if importlib.util.find_spec(package):
         pytest.skip(f"{package} is installed")
     folder = bare_folder(model_type, tmp_path / "model", image_processor, {})
-    check_refused(
-        tmp_path, folder, f"pip install {package}" if package == "torchvision" else package
-    )
+    check_refused(tmp_path, folder, package)

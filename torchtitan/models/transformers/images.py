@@ -162,12 +162,12 @@ def reading_blank(
     model: Any,
     images: ImageInputs,
     dtype: torch.dtype,
-    readers: Callable[[], Sequence[nn.Parameter]],
+    projector: Callable[[], Sequence[nn.Parameter]],
 ) -> Iterator[None]:
     """Make a class read the blank image of a batch without images, and add its features times 0 to
-    the embeddings: each rank must gather the same weights and reduce the same gradients. `readers`
-    returns the parameters outside of the layers of the tower, some of which a class uses after its
-    method for features."""
+    the embeddings: each rank must gather the same weights and reduce the same gradients.
+    `projector` returns the parameters of the projector, which Llama 4 uses after its method for
+    features."""
     owner = feature_owner(model)
     method = owner.get_image_features
     arguments = feature_arguments(method, images.blank, dtype)
@@ -180,7 +180,7 @@ def reading_blank(
         zeros.append(embeddings.new_zeros(()))
         output = method(**arguments, return_dict=True)
         zeros[0] = sum((0 * tensor.sum() for tensor in features_in(output)), zeros[0])
-        return without_images(readers(), embeddings + zeros[0].to(embeddings.dtype))
+        return without_images(projector(), embeddings + zeros[0].to(embeddings.dtype))
 
     hook = model.get_input_embeddings().register_forward_hook(add_zero)
     try:
@@ -233,16 +233,16 @@ def vision_layers(model: Any) -> list[str]:
     return [f"{largest}.{index}" for index in range(len(model.get_submodule(largest)))]
 
 
-def places_of_readers(model: Any) -> list[tuple[nn.Module, str]]:
-    """Return the owner and name of each parameter that reads images. Sharding and mixed precision
-    replace the parameters, but not their owners."""
+def places_of(model: Any, *names: Part) -> list[tuple[nn.Module, str]]:
+    """Return the owner and name of each parameter of parts. Sharding and mixed precision replace
+    the parameters, but not their owners."""
     parts = parts_of(model)
-    readers = {id(parameter) for parameter in (*parts["vision"], *parts["projector"])}
+    chosen = {id(parameter) for name in names for parameter in parts[name]}
     return [
         (module, name)
         for module in model.modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if id(parameter) in readers
+        if id(parameter) in chosen
     ]
 
 

@@ -39,7 +39,7 @@ from torchtitan.models.transformers.images import (
     feature_owner,
     image_arguments,
     is_language_model,
-    places_of_readers,
+    places_of,
     reading_blank,
     running_vision_once,
     train_parts,
@@ -268,20 +268,27 @@ class TransformersModel(BaseModel):
 
     @cached_property
     def _places_of_readers(self) -> list[tuple[nn.Module, str]]:
-        return places_of_readers(self.model)
+        return places_of(self.model, "vision", "projector")
 
     def image_readers(self) -> list[nn.Parameter]:
         return [getattr(module, name) for module, name in self._places_of_readers]
 
-    def _outer_readers(self) -> list[nn.Parameter]:
-        """Return the present parameters that read images, outside of the layers of the tower."""
-        layers = {module for layer in self.vision_layers() for module in layer.modules()}
-        places = [place for place in self._places_of_readers if place[0] not in layers]
-        return [getattr(module, name) for module, name in places]
+    @cached_property
+    def _places_of_projector(self) -> list[tuple[nn.Module, str]]:
+        return places_of(self.model, "projector")
+
+    def _projector(self) -> list[nn.Parameter]:
+        """Return the present parameters of the projector."""
+        return [getattr(module, name) for module, name in self._places_of_projector]
 
     def _reader_dtype(self) -> torch.dtype:
         """Return the type of the present weights outside of the layers of the vision tower."""
-        return (self._outer_readers() or self.image_readers())[0].dtype
+        layers = {module for layer in self.vision_layers() for module in layer.modules()}
+        places = self._places_of_readers
+        outside = [place for place in places if place[0] not in layers] or places
+        module, name = outside[0]
+        dtype: torch.dtype = getattr(module, name).dtype
+        return dtype
 
     def _reads_blank(self, images: ImageInputs) -> bool:
         return bool(images.blank) and feature_owner(self.model) is not None
@@ -297,9 +304,7 @@ class TransformersModel(BaseModel):
                 contexts.enter_context(running_vision_once(self.model, layers[0]))
             if not images.tensors and (is_shared or torch.is_grad_enabled()):
                 if self._reads_blank(images):
-                    blank = reading_blank(
-                        self.model, images, self._reader_dtype(), self._outer_readers
-                    )
+                    blank = reading_blank(self.model, images, self._reader_dtype(), self._projector)
                     contexts.enter_context(blank)
                 elif is_shared:
                     raise UserError(
