@@ -63,18 +63,24 @@ def _capacity(layout: Layout, device: Device, facts: Facts, mode: str) -> Capaci
 
 def _largest(memory_gib: Callable[[int], float], limit: float, most: int) -> int:
     """Return the largest number from 1 to `most` whose memory is within the limit; 0 if none is.
-    Memory grows nearly linearly, so a line through both ends finds the number in a few steps."""
+    Memory grows nearly linearly, so lines through measured numbers find it in a few steps. Numbers
+    far above it are not measured, since dry runs of these take long."""
     if memory_gib(1) > limit:
         return 0
-    if memory_gib(most) <= limit:
-        return most
-    fits, exceeds = 1, most
-    while exceeds - fits > 1:
-        low, high = memory_gib(fits), memory_gib(exceeds)
-        guess = fits + int((limit - low) / (high - low) * (exceeds - fits))
-        guess = min(max(guess, fits + 1), exceeds - 1)
+    fits = 1
+    exceeds: int | None = None
+    step = 1  # from the largest number that fits
+    while fits < most:
+        guess = min(fits + step, most if exceeds is None else exceeds - 1)
+        if guess == fits:
+            return fits
+        slope = (memory_gib(guess) - memory_gib(fits)) / (guess - fits)
         if memory_gib(guess) <= limit:
             fits = guess
         else:
             exceeds = guess
+        left = limit - memory_gib(fits)
+        step = max(1, int(left / slope)) if slope > 0 else 2 * fits
+        if exceeds is not None and step >= exceeds - fits:
+            step = (exceeds - fits) // 2
     return fits
