@@ -150,7 +150,8 @@ def gated_delta_rule(
     the tokens' changes of the state solve a triangular system.
 
     Args:
-        q_BLKE, k_BLKE: queries and keys; each of the K heads serves neighboring value heads.
+        q_BLKE: queries; each of the K heads serves neighboring value heads.
+        k_BLKE: keys, as the queries.
         documents_BL: numbers of the tokens' documents, (B or 1, L); 0: the document of
             `state_BHEF`.
         state_BHEF: state before the first token; None: zeros.
