@@ -186,7 +186,7 @@ class LayerConverter(ModelConverter):
         key, selected = config_key(self.config), self.select(model)
         for name, layer in selected.items():
             converted = self.convert_layer(name, layer)
-            setattr(converted, _CONVERTED_BY, key)
+            mark_converted(converted, self.config)
             model.set_submodule(name, converted, strict=True)
         with_weights = (
             name for name, module in model.named_modules() if list(module.parameters(recurse=False))
@@ -221,11 +221,12 @@ class LayerConverter(ModelConverter):
         for name in names:
             if type(layers[name]) in self.converted_types:
                 continue
-            if other := converter_of(layers[name]):
-                raise UserError(
-                    f"model_converters: {name} is already converted by {other}, and {key} cannot "
-                    f"convert it again; exclude it from one of them ({config.option}.exclude)"
-                )
+            check_unconverted(
+                name,
+                layers[name],
+                f"{key} cannot convert it again",
+                advice=f"exclude it from one of them ({config.option}.exclude)",
+            )
             is_of_base = isinstance(layers[name], (StackedExperts, LinearRouter))
             if type(layers[name]) not in self.layer_types and not is_of_base:
                 base = next(type_ for type_ in self.layer_types if isinstance(layers[name], type_))
@@ -273,6 +274,20 @@ def is_head_tied(model: nn.Module) -> bool:
     """Return whether a model's output weights are its embedding."""
     head = getattr(model, "head", model)
     return getattr(head, "output", head) is None
+
+
+def mark_converted(layer: nn.Module, config: Configurable.Config) -> None:
+    """Record the converter that created `layer`."""
+    setattr(layer, _CONVERTED_BY, config_key(config))
+
+
+def check_unconverted(name: str, layer: nn.Module, reason: str, *, advice: str = "") -> None:
+    """Raise `UserError` with `reason` if another converter has converted the layer `name`."""
+    if other := converter_of(layer):
+        advice = advice or f"exclude it from that (--model_converters.{other}.exclude)"
+        raise UserError(
+            f"model_converters: {name} is already converted by {other}, and {reason}; {advice}"
+        )
 
 
 def converter_of(layer: nn.Module) -> str | None:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.components.weights.test_few_bits import words_of
-from tests.training import flags, read_metrics, run
+from tests.training import flags, read_metrics, run, tiny_config
 from torchtitan.cli.main import main
 from torchtitan.components.peft import LoRA, QLoRA
 from torchtitan.components.peft.lora import LoRALinear, QLoRALinear
 from torchtitan.components.quantization import nf4
+from torchtitan.components.quantization.narrow import MXFP8
 from torchtitan.components.quantization.packed_layers import PackedExperts, PackedLayer
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
 from torchtitan.components.weights import open_source, views
@@ -440,6 +442,43 @@ def test_experts_become_nf4(module: str, include: str, tmp_path: Path) -> None:
         torch.testing.assert_close(result[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("include", [r"attention\.w", r"experts$"])
+def test_the_log_names_experts_that_stay_wide(include: str, log: pytest.LogCaptureFixture) -> None:
+    """The matrix whose rows are no whole blocks; none if all are in NF4, adapted or not."""
+    for width, is_wide in ((64, False), (96, True)):
+        log.clear()
+        with torch.device("meta"):
+            model = sized_experts(width)
+        if is_wide and "experts" in include:
+            with pytest.raises(UserError, match=r"multiple of 64 inputs of w2; exclude"):
+                QLoRA.Config(base="nf4", rank=4, include=[include]).build().convert(model)
+            continue
+        QLoRA.Config(base="nf4", rank=4, include=[include]).build().convert(model)
+        wide = [line for line in log.messages if "not in NF4" in line]
+        assert len(wide) == is_wide
+        assert all(line.endswith(": layers.*.moe.experts.w2") for line in wide)
+
+
+def sized_experts(width: int) -> nn.Module:
+    options: Any = {"model__vocab_size": 2048, "model__moe__ffn_dim": width}
+    built: nn.Module = tiny_config(Path(), module="qwen3_moe", **options).model_spec.model.build()
+    return built
+
+
+def test_experts_that_another_converter_multiplies_are_not_packed() -> None:
+    with torch.device("meta"):
+        model = sized_experts(64)
+    MXFP8.Config(emulate=True, min_features=0, include=["experts"]).build().convert(model)
+    message = r"experts is already converted by mxfp8, and .*qlora keeps it .*mxfp8\.exclude"
+    with pytest.raises(UserError, match=message):
+        QLoRA.Config(base="nf4", rank=4, include=["attention"]).build().convert(model)
+    with torch.device("meta"):
+        model = sized_experts(64)
+    QLoRA.Config(base="nf4", rank=4, include=["attention"]).build().convert(model)
+    with pytest.raises(UserError, match=r"experts is already converted by qlora, and mxfp8 cannot"):
+        MXFP8.Config(emulate=True, min_features=0, include=["experts"]).build().convert(model)
+
+
 # --- runs
 # --------------------------------------------------------------------------------------------------
 
@@ -528,6 +567,17 @@ def test_a_run_keeps_the_bits_resumes_and_exports(
     resumed = load_file(tmp_path / "again/checkpoint/step-3/adapter/adapter_model.safetensors")
     whole = load_file(steps[0] / "adapter/adapter_model.safetensors")
     assert all(torch.equal(resumed[key], whole[key]) for key in whole)
+
+
+def test_a_run_resumes_with_its_bits_only(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Checkpoints hold the adapters only, whose tensors do not tell the bits of the base."""
+    config = run_config("qlora", folders["write_mxfp4"], tmp_path)
+    before = config.identity(config.tokenizer.build(path=config.hf_assets_path))
+    [qlora] = config.model_converters
+    config.model_converters = [replace(qlora, base="nf4")]
+    now = config.identity(config.tokenizer.build(path=config.hf_assets_path))
+    described = now.describe_differences(before.properties)
+    assert described == ["model_converters.qlora.base was keep and is nf4"]
 
 
 def layers_of(trainer: Any, kind: type[nn.Module]) -> dict[str, Any]:

@@ -38,7 +38,13 @@ from torchtitan.config.configurable import Configurable
 from torchtitan.distributed.compile import check_c_compiler
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.conversion import converted_model
-from torchtitan.protocols.converter import HEAD, LayerConverter, is_head_tied
+from torchtitan.protocols.converter import (
+    HEAD,
+    LayerConverter,
+    check_unconverted,
+    is_head_tied,
+    mark_converted,
+)
 from torchtitan.protocols.experts import LinearRouter, StackedExperts
 from torchtitan.protocols.model import BaseModel, ConvertedModule
 from torchtitan.protocols.model_spec import ModelSpec
@@ -322,7 +328,7 @@ class QLoRA(LoRA):
     embeddings keep their precision."""
 
     converted_types = ()
-    run_options = LoRA.run_options | {"base", "dequantized"}
+    run_options = LoRA.run_options | {"dequantized"}
 
     @dataclass(kw_only=True, slots=True)
     class Config(LoRA.Config):
@@ -375,36 +381,51 @@ class QLoRA(LoRA):
 
     def _keep_others(self, model: nn.Module) -> list[str]:
         """Keep layers without adapters in few bits too: published ones, or experts in NF4. Return
-        their names."""
-        kept: list[str] = []
+        their names. Raise `UserError` for a layer that another converter has converted."""
+        kept, wide = list[str](), list[str]()
         if isinstance(model, BaseModel):
             model.stacked_experts()  # a class of transformers stacks them when asked for them
         for name, layer in list(model.named_modules()):
-            forms = {} if isinstance(layer, ConvertedModule) else self._forms(name, layer)
-            if isinstance(layer, StackedExperts) and forms:
-                pack_experts(layer, forms)
-                kept.append(name)
-            elif isinstance(layer, StackedExperts) and self.config.base == "nf4":
-                logger.info("qlora: %s stays wide: NF4 needs rows of whole blocks", name)
+            if isinstance(layer, ConvertedModule):
+                continue
+            forms = self._forms(name, layer)
+            if isinstance(layer, StackedExperts):
+                if forms:
+                    check_unconverted(name, layer, f"{self.config.option} keeps it in few bits")
+                    pack_experts(layer, forms)
+                    mark_converted(layer, self.config)
+                    kept.append(name)
+                wide += [f"{name}.{matrix}" for matrix in layer.matrices if matrix not in forms]
+                wide += [] if layer.matrices else [name]
             elif isinstance(layer, nn.Linear) and forms and self.config.forms:
                 layer.requires_grad_(False)
                 model.set_submodule(name, PackedLinear(layer, forms["weight"]), strict=True)
                 kept.append(name)
+        if wide and self.config.base == "nf4":
+            logger.info(
+                "qlora: not in NF4, which needs a row for each output, of a multiple of %d inputs: "
+                "%s",
+                *(nf4.BLOCK_SIZE, ", ".join(without_numbers(wide))),
+            )
         return kept
 
     def _forms(self, name: str, layer: nn.Module) -> dict[str, FewBits]:
         """Return the forms of a layer's parameters, by name; none for those to keep wide."""
         entries = self.config.forms
         if isinstance(layer, StackedExperts):
-            found = {matrix: forms_of(entries, f"{name}.{matrix}") for matrix in layer.matrices}
-            if self.config.base == "nf4":
-                widths = {matrix: layer.get_parameter(matrix).shape[-1] for matrix in found}
-                found = {m: None if widths[m] % nf4.BLOCK_SIZE else nf4.FORM for m in found}
+            found = {matrix: self._expert_form(name, layer, matrix) for matrix in layer.matrices}
             return {matrix: form for matrix, form in found.items() if form}
         if type(layer) is not nn.Linear:
             return {}
         form = forms_of(entries, name) if entries else nf4.FORM
         return {"weight": form} if form else {}
+
+    def _expert_form(self, name: str, layer: StackedExperts, matrix: str) -> FewBits | None:
+        """Return the form of a matrix of experts; None: it stays wide."""
+        if self.config.base != "nf4":
+            return forms_of(self.config.forms, f"{name}.{matrix}")
+        n_inputs = layer.get_parameter(matrix).shape[-1]
+        return None if n_inputs % nf4.BLOCK_SIZE else nf4.FORM
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:
         forms = self._forms(name, layer)
