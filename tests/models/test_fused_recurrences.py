@@ -6,9 +6,12 @@ import logging
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +29,9 @@ from torchtitan.models.common.mamba import Mamba2, MambaConfig
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.recurrence import Recurrence, document_numbers
 
+PROJECT = Path(__file__).parents[2]
+PYTEST = {"package": "pytest", "release": version("pytest").partition(".")[0]}
+"""An installed package in place of those with kernels."""
 DIM = 24
 SHARED = {"dim": DIM, "init_std": 0.3, "out_init_std": 0.3, "norm_eps": 1e-6}
 MIXERS: dict[str, Callable[[], Recurrence]] = {
@@ -94,7 +100,7 @@ def with_and_without_kernel(
     """Return results and gradients of a layer with a function by definition, called with the
     arguments of the package's kernel, and of the same layer in chunks."""
     module = "tests.models.reference_recurrences"
-    offer(monkeypatch, name, replace(KERNELS[name][place], package="pytest", module=module))
+    offer(monkeypatch, name, replace(KERNELS[name][place], **PYTEST, module=module))
     kernel, calls = chosen(monkeypatch, name, 16, 20), []
 
     def counted(*arguments: Any) -> Tensor:
@@ -172,22 +178,46 @@ def test_kernels_are_for_training_on_cuda_in_few_bits(monkeypatch):
 
 
 def test_the_first_installed_kernel_is_chosen_and_logged_once(monkeypatch, logged):
-    kernel = replace(
-        KERNELS["Kimi delta attention"][0],
-        package="pytest",
-        module="tests.models.reference_recurrences",
-    )
+    module = "tests.models.reference_recurrences"
+    kernel = replace(KERNELS["Kimi delta attention"][0], **PYTEST, module=module)
     absent = replace(kernel, package="absent-package", module="absent_package.ops")
-    broken = replace(kernel, package="broken-package", module="tests.models.absent_module")
+    broken = replace(kernel, module="tests.models.absent_module")
     offer(monkeypatch, "a", absent, broken, kernel)
     found = [chosen(monkeypatch, "a", *widths) for widths in ((16, 256), (128,))]
     assert found[0] is found[1] is not None
     warning, choice = [record.getMessage() for record in logged.records]
-    assert warning.startswith("a: broken-package cannot be imported: No module named")
-    assert choice.startswith("a: in bfloat16 and float16, computed by pytest ")
+    assert warning.startswith("a: pytest cannot be imported: No module named")
+    assert choice.startswith(f"a: in bfloat16 and float16, computed by pytest {version('pytest')} ")
     assert choice.endswith(" (chunk_kda)")
     # widths that the kernels do not support
     assert [chosen(monkeypatch, "a", *widths) for widths in ((8, 16), (16, 257))] == [None, None]
+
+
+def test_other_releases_are_named_and_not_used(monkeypatch, logged):
+    """Also of a package whose modules another one brought."""
+    module = "tests.models.reference_recurrences"
+    kernel = replace(KERNELS["Kimi delta attention"][0], **PYTEST, module=module)
+    older, unknown = replace(kernel, release="0.1"), replace(kernel, package="absent-package")
+    offer(monkeypatch, "a", older, unknown)
+    assert chosen(monkeypatch, "a", 16) is None
+    first, second, last = [record.getMessage() for record in logged.records]
+    assert (
+        first == f"a: pytest is installed in version {version('pytest')}, and not used; install 0.1"
+    )
+    assert "absent-package is installed in version unknown, and not used" in second
+    assert "install pytest 0.1 or absent-package" in last
+
+
+def test_the_extra_installs_the_release_of_the_kernels():
+    metadata = tomllib.loads((PROJECT / "pyproject.toml").read_text())
+    releases = {
+        each.release
+        for kernels in KERNELS.values()
+        for each in kernels
+        if each.package == "fla-core"
+    }
+    assert releases == {"0.6"}
+    assert metadata["project"]["optional-dependencies"]["fla"] == ["fla-core>=0.6,<0.7"]
 
 
 def test_without_a_package_the_log_names_it(monkeypatch, logged):
@@ -195,7 +225,9 @@ def test_without_a_package_the_log_names_it(monkeypatch, logged):
     offer(monkeypatch, "a", *(replace(each, module="absent_package.ops") for each in kernels))
     assert [chosen(monkeypatch, "a", 64) for _ in range(2)] == [None, None]
     (line,) = [record.getMessage() for record in logged.records]
-    assert line == "a: computed in chunks by PyTorch; install mamba-ssm or fla-core for a kernel"
+    assert line == (
+        "a: computed in chunks by PyTorch; install mamba-ssm 2.3 or fla-core 0.6 for a kernel"
+    )
 
 
 # --- the kernels of the packages

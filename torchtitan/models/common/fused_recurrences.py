@@ -9,7 +9,7 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,6 +30,9 @@ class PackagedKernel:
     """A function of a package that computes a recurrence, and resets it at each document."""
 
     package: str
+    release: str
+    """The package's release, such as 0.6, with which tests compare the function. Others may take
+    other arguments, or mean something else by them."""
     module: str
     function: str
     adapt: Callable[..., Tensor]
@@ -37,8 +40,8 @@ class PackagedKernel:
 
 
 def fused_recurrence(name: str, *widths: int) -> FusedRecurrence | None:
-    """Return the kernel of a recurrence of `KERNELS`; None without CUDA or an installed package, or
-    if a width of keys or values is not from 16 to 256."""
+    """Return the kernel of a recurrence of `KERNELS`; None without CUDA or an installed package of
+    its release, or if a width of keys or values is not from 16 to 256."""
     return load_kernel(name) if all(16 <= width <= 256 for width in widths) else None
 
 
@@ -56,13 +59,20 @@ def is_fusable(x_BLJ: Tensor, attention: AttentionMetadata) -> bool:
 
 @functools.cache
 def load_kernel(name: str) -> FusedRecurrence | None:
-    """Return the first kernel of `KERNELS[name]` whose package is installed, and log the choice,
-    once per process. None: there is none, or no CUDA."""
+    """Return the first kernel of `KERNELS[name]` whose package is installed in its release, and log
+    the choice, once per process. None: there is none, or no CUDA."""
     if not torch.cuda.is_available():
         return None
     kernels = KERNELS[name]
     for kernel in kernels:
         if find_spec(kernel.module.partition(".")[0]) is None:
+            continue
+        installed = _installed_version(kernel.package)
+        if not f"{installed}.".startswith(f"{kernel.release}."):
+            logger.warning(
+                "%s: %s is installed in version %s, and not used; install %s",
+                *(name, kernel.package, installed, kernel.release),
+            )
             continue
         try:
             function = getattr(importlib.import_module(kernel.module), kernel.function)
@@ -71,13 +81,21 @@ def load_kernel(name: str) -> FusedRecurrence | None:
             continue
         logger.info(
             "%s: in bfloat16 and float16, computed by %s %s (%s)",
-            *(name, kernel.package, version(kernel.package), kernel.function),
+            *(name, kernel.package, installed, kernel.function),
         )
         # not traced: documents decide shapes in these functions
         return torch.compiler.disable(functools.partial(kernel.adapt, function))
-    packages = " or ".join(kernel.package for kernel in kernels)
+    packages = " or ".join(f"{kernel.package} {kernel.release}" for kernel in kernels)
     logger.info("%s: computed in chunks by PyTorch; install %s for a kernel", name, packages)
     return None
+
+
+def _installed_version(package: str) -> str:
+    """Return the version of an installed package, "unknown" if another brought its modules."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def _fla(
@@ -158,23 +176,24 @@ def _mamba_scan(
     return out_BLHP
 
 
-_FLA = "fla-core"
+_FLA = ("fla-core", "0.6")
 KERNELS: Mapping[str, tuple[PackagedKernel, ...]] = {
     "gated delta rule": (
-        PackagedKernel(_FLA, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _delta_rule),
+        PackagedKernel(*_FLA, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _delta_rule),
     ),
     "Kimi delta attention": (
-        PackagedKernel(_FLA, "fla.ops.kda", "chunk_kda", _delta_rule_of_elements),
+        PackagedKernel(*_FLA, "fla.ops.kda", "chunk_kda", _delta_rule_of_elements),
     ),
     "selective scan of Mamba 2": (
         PackagedKernel(
             "mamba-ssm",
+            "2.3",
             "mamba_ssm.ops.triton.ssd_combined",
             "mamba_chunk_scan_combined",
             _mamba_scan,
         ),
         # needs the keys and queries of each head, not of each group
-        PackagedKernel(_FLA, "fla.ops.simple_gla", "chunk_simple_gla", _linear_attention),
+        PackagedKernel(*_FLA, "fla.ops.simple_gla", "chunk_simple_gla", _linear_attention),
     ),
 }
 """Name of a recurrence → its kernels, the preferred one first."""
