@@ -21,6 +21,7 @@ from torchtitan.models.common.moe.experts import (
 )
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.moe.router import Router, RoutingConfig
+from torchtitan.models.transformers.balance import ClassBalance
 from torchtitan.protocols.experts import PenaltyConfig
 from torchtitan.tools.errors import UserError
 
@@ -434,6 +435,24 @@ def test_starving_experts_are_named_once(
     assert messages[-1][0].startswith(
         "0 expert 4: less than 1% of the mean load in each of the last 3 steps; increase --"
     )
+
+
+def test_parts_of_a_router_name_a_starving_expert_once(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    """The parts in several stages have one name, and the advice of their class."""
+    monkeypatch.setattr(load_balance, "_STARVING_STEPS", 1)
+    parts = [nn.ModuleDict({"balance": ClassBalance(4, 1, 0.0)}) for _ in range(2)]
+    balancer = LoadBalancer(parts)
+    balancer.start_step(3, 1, torch.device("cpu"))
+    for part in parts:
+        logits = torch.eye(4)[:3]  # no token chooses the last expert
+        hidden = torch.zeros(3, 2, requires_grad=True)
+        part["balance"](hidden, (logits,), torch.ones(3, dtype=torch.bool)).sum().backward()
+    balancer.finish_step()
+    assert balancer.watch()["dropped_tokens/balance"] == 0
+    [message] = [record.getMessage() for record in log.records]
+    assert message.startswith("balance expert 3: less than") and "router_aux_loss_coef" in message
 
 
 # --- bad input

@@ -4,6 +4,7 @@ them."""
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -113,6 +114,12 @@ class LoadBalanced(nn.Module):
     row_groups: Sequence[ProcessGroup] = ()
     """Groups of ranks with other parts of the same rows of tokens, set by tensor and context
     parallelism."""
+
+    advice: ClassVar[str] = (
+        "increase --model.moe.penalties.batch_loss, or --model.moe.bias_rate of a router with "
+        "selection biases"
+    )
+    """What gives starving experts more tokens."""
 
     stage_layers: int | None = None
     """Layers of this pipeline stage whose tokens it counts together, if the stages' routers are

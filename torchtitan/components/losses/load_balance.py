@@ -115,7 +115,7 @@ class LoadBalancer:
           known
         """
         values: dict[str, float] = {}
-        starving: list[str] = []
+        starving: dict[str, str] = {}
         for name, router, totals, idle in zip(
             self._names, self._routers, self._totals, self._idle_steps, strict=True
         ):
@@ -136,20 +136,19 @@ class LoadBalancer:
                     router.selection.bias_E.max() - router.selection.bias_E.min()
                 )
             values |= {f"{key}/{name}": float(number) for key, number in own.items()}
-            starving += [
-                f"{name} expert {e}"
+            starving |= {
+                f"{name} expert {e}": router.advice
                 for e, steps in enumerate(idle.tolist())
                 if steps >= _STARVING_STEPS
-            ]
+            }
         stages = self._of_stages((values, starving))
         values = {name: value for part, _ in stages for name, value in part.items()}
-        starving = [name for _, names in stages for name in names]
+        starving = {name: advice for _, part in stages for name, advice in part.items()}
         if new := [name for name in starving if name not in self._reported]:
             self._reported.update(new)
             logger.warning(
                 f"{summarize_names(new)}: less than {_STARVING_SHARE:.0%} of the mean load in each "
-                f"of the last {_STARVING_STEPS} steps; increase --model.moe.penalties.batch_loss, "
-                "or --model.moe.bias_rate of a router with selection biases"
+                f"of the last {_STARVING_STEPS} steps; {starving[new[0]]}"
             )
         loads = [value for name, value in values.items() if name.startswith("expert_load/")]
         return {"expert_load": max(loads), **values} if loads else {}

@@ -28,6 +28,8 @@ class ClassBalance(LoadBalanced):
     """The routers of all layers of a class, or of a pipeline stage, as one: a token gets K of E
     experts in each layer."""
 
+    advice = "increase the weight of the routers' loss in config.json, such as router_aux_loss_coef"
+
     def __init__(self, n_experts: int, n_chosen: int, weight: float):
         super().__init__(n_experts, n_chosen, PenaltyConfig(batch_loss=weight), selection=None)
         self.stage_layers = 0
