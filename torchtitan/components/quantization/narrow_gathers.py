@@ -15,7 +15,7 @@ multiply too.
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,9 @@ from torchtitan.tools.torch_private import (
     n_shards,
     owner_of,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 _MANTISSA_BITS = 5
 """Of a number rounded to odd, after its first 1: two more than E4M3 has."""
@@ -131,7 +134,12 @@ def _check_shards(name: str, weight: Any, option: str, block: int) -> None:
 
 
 def _pack_mxfp8_shard(
-    shard: Tensor, mesh: object, size: object, stride: object, module: object, policy: Any
+    shard: Tensor,
+    mesh: object,
+    size: object,
+    stride: object,
+    module: object,
+    policy: "MixedPrecisionPolicy",
 ) -> tuple[tuple[Tensor, ...], None]:
     """Return bytes of a shard (rows, I), as FSDP asks for before a gather."""
     weight = shard.to(policy.param_dtype or shard.dtype)  # which the plain weight is rounded to
@@ -210,7 +218,7 @@ def _pack_nvfp4_shard(
     size: object,
     stride: object,
     module: object,
-    policy: Any,
+    policy: "MixedPrecisionPolicy",
 ) -> tuple[tuple[Tensor, Tensor], None]:
     """Return the bytes of a shard's numbers and of their scales, as FSDP asks for before a
     gather."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,13 +98,14 @@ def _installed_version(package: str) -> str:
 
 
 def _fla(
-    function: Callable[..., Any], inputs: Sequence[Tensor], attention: AttentionMetadata
+    function: Callable[..., tuple[Tensor, Tensor | None]],
+    inputs: Sequence[Tensor],
+    attention: AttentionMetadata,
 ) -> Tensor:
     """Call a function of flash-linear-attention, which takes boundaries of documents of one row."""
     n_rows = len(inputs[0])
     if len(attention.cu_seqlens) == n_rows + 1:  # each row is one document
-        out_BLHF: Tensor = function(*inputs, scale=1.0)[0]
-        return out_BLHF
+        return function(*inputs, scale=1.0)[0]
     on_device, on_host = _boundaries(attention.cu_seqlens, inputs[0].device)
     out_1THF, _ = function(
         *(x.flatten(0, 1)[None] for x in inputs),
@@ -125,7 +125,7 @@ def _boundaries(cu_seqlens: Tensor, device: torch.device) -> tuple[Tensor, Tenso
 
 
 def _delta_rule(
-    function: Callable[..., Any],
+    function: Callable[..., tuple[Tensor, Tensor | None]],
     inputs: Sequence[Tensor],
     documents_BL: Tensor,
     attention: AttentionMetadata,
@@ -136,7 +136,7 @@ def _delta_rule(
 
 
 def _delta_rule_of_elements(
-    function: Callable[..., Any],
+    function: Callable[..., tuple[Tensor, Tensor | None]],
     inputs: Sequence[Tensor],
     documents_BL: Tensor,
     attention: AttentionMetadata,
@@ -146,7 +146,7 @@ def _delta_rule_of_elements(
 
 
 def _linear_attention(
-    function: Callable[..., Any],
+    function: Callable[..., tuple[Tensor, Tensor | None]],
     inputs: Sequence[Tensor],
     documents_BL: Tensor,
     attention: AttentionMetadata,
@@ -165,15 +165,14 @@ _MAMBA_CHUNK = 256
 
 
 def _mamba_scan(
-    function: Callable[..., Any],
+    function: Callable[..., Tensor],
     inputs: Sequence[Tensor],
     documents_BL: Tensor,
     attention: AttentionMetadata,
 ) -> Tensor:
     """Arguments of `selective_scan`, for a function that takes numbers of documents."""
     numbers_BL = documents_BL.expand(len(inputs[0]), -1).int().contiguous()
-    out_BLHP: Tensor = function(*inputs, _MAMBA_CHUNK, seq_idx=numbers_BL)
-    return out_BLHP
+    return function(*inputs, _MAMBA_CHUNK, seq_idx=numbers_BL)
 
 
 _FLA = ("fla-core", "0.6")
