@@ -374,6 +374,7 @@ REVIEWED = {
     ("cli/model_options.py", "import_package"): "--module of the command line",
     ("cli/main.py", "import_module"): "of the table COMMANDS",
     ("config/option_table.py", "import_module"): "of the package's own table of options",
+    ("models/common/fused_recurrences.py", "import_module"): "of the table KERNELS",
     ("tools/deferred.py", "import_module"): "of a table of a package's names",
     ("tools/torch_private.py", "import_module"): "of a table of torch's modules",
     ("tools/torchao.py", "import_module"): "a part of torchao",
