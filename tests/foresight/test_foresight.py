@@ -295,7 +295,7 @@ def test_frozen_weights_have_no_gradients(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ["5", "10", "14"])
 def test_published_rows_that_were_not_fitted(row: str):
-    """The bounds are the issue's; docs/foresight.md shows all rows."""
+    """docs/foresight.md shows all rows."""
     assert len(FITTED) <= len(published_runs()) / 2
     run = next(run for run in published_runs() if run.id == row)
     prediction = prediction_of(run)
