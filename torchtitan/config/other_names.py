@@ -57,10 +57,11 @@ _SMOOTHING = "--loss.label_smoothing, with --loss.kind cdpo of --module preferen
 _FREEZE = (
     "`Freeze` in a configuration function (docs/freezing.md), which selects parameters by name"
 )
+_ADAPTED = f"{_TARGETS}, for adapters of these layers; the others stay frozen"
 _SEPARATE_RATE = "--optimizer.param_groups, groups of parameters with their own rates"
 _COMPARED = "--compile.components and --compile.backend, after --compile.enable"
 _EXPORTED = (
-    "nothing: checkpoints hold all that resuming needs; --checkpoint.keep_latest_k limits them"
+    "--checkpoint.last_save_model_only, for the last one; earlier ones hold all that resuming needs"
 )
 _CONVERTERS = "`model_converters` of a configuration function (docs/extending.md)"
 _PARTS = "--model.train, the parts to train, of --config sft_images"
@@ -85,7 +86,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "chat_template_path": "--dataloader.chat_template, by default the one in the model's folder",
     "completion_only_loss": _TRAIN_ON,
     "data_seed": _SEED,
-    "dataloader_drop_last": "nothing: the last step is filled with rows of the next epoch",
+    "dataloader_drop_last": "nothing: no row is dropped",
     "dataloader_num_workers": "--dataloader.num_workers, for streams; other data is prepared once",
     "dataloader_persistent_workers": "nothing: workers live as long as the run",
     "dataloader_pin_memory": "nothing: memory is pinned on CUDA",
@@ -181,13 +182,13 @@ OTHER_NAMES: Mapping[str, str] = {
     "ref_model_sync_steps": "--reference.update_every, in preference optimization and RL",
     "reference_free": "--loss.kind of --module preference: simpo and orpo need no reference",
     "remove_unused_columns": _MADE,
-    "repetition_penalty": "--rollout.temperature, top_k, top_p or min_p of --module rl",
+    "repetition_penalty": "nothing: answers are drawn by the model's own probabilities",
     "report_to": "--metrics.enable_wandb, or enable_mlflow, enable_trackio, enable_tensorboard",
     "resume_from_checkpoint": _RESUMING,
     "reward_funcs": "--rewards of --module rl",
-    "reward_model_path": "--rewards, functions of --module rl",
-    "rpo_alpha": "--loss.kind of --module preference",
-    "run_name": "--dump_folder, whose name is the run's",
+    "reward_model_path": "--rewards reward_model=DIR of --module rl",
+    "rpo_alpha": "--loss.kind mix and --loss.mix dpo=1 sft=ALPHA of --module preference",
+    "run_name": "--dump_folder; of Weights & Biases: the variable WANDB_NAME",
     "save_only_model": _EXPORTED,
     "save_safetensors": "nothing: exports are safetensors",
     "save_steps": _INTERVAL,
@@ -208,7 +209,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "torch_empty_cache_steps": _REMOVED,
     "train_file": _DATASET,
     "truncation_mode": "--dataloader.too_long truncate_left or truncate_right",
-    "trust_remote_code": "nothing: no code of a model or dataset is run",
+    "trust_remote_code": "TORCHTITAN_TRUST_REMOTE_CODE=1, a variable, for code in a model's folder",
     "undesirable_weight": "--loss.undesirable_weight of --module preference",
     "use_cpu": _DEVICE,
     "use_dora": f"--model_converters.lora.dora {_LORA_CONFIG}",
@@ -221,7 +222,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "warmup_ratio": "--lr_scheduler.warmup_ratio",
     # axolotl and LLaMA-Factory
     "adapter": "--config lora or qlora",
-    "additional_target": _FREEZE,
+    "additional_target": _ADAPTED,
     "base_model": _MODEL,
     "buffer_size": "--dataloader.shuffle_buffer, after --dataloader.stream all",
     "context_parallel_size": "--parallelism.context_parallel_degree",
@@ -245,12 +246,12 @@ OTHER_NAMES: Mapping[str, str] = {
     "freeze_trainable_layers": _FREEZE,
     "freeze_trainable_modules": _FREEZE,
     "freeze_vision_tower": _PARTS,
-    "gc_steps": _REMOVED,
+    "gc_steps": "--training.gc_freq",
     "image_max_pixels": _REMOVED,
     "infer_backend": "--rollout.engine of --module rl",
     "interleave_probs": _WEIGHTS,
     "lora_model_dir": f"--model_converters.lora.adapter_path {_LORA_CONFIG}",
-    "lora_modules_to_save": _FREEZE,
+    "lora_modules_to_save": _ADAPTED,
     "lora_target": _TARGETS,
     "lora_target_linear": _TARGETS,
     "loraplus_lr_embedding": _SEPARATE_RATE,

@@ -309,7 +309,7 @@ RULES: Mapping[str, Rule] = {
     },
     "fsdp_config.fsdp_offload_params": to("training.enable_cpu_offload"),
     "fsdp_config.offload_params": to("training.enable_cpu_offload"),
-    "rpo_alpha": missing("the loss of pairs has no part for fine-tuning on the chosen answers"),
+    "rpo_alpha": missing("write the sum of both losses: loss.kind mix, loss.mix dpo=1 sft=WEIGHT"),
     "dpo_use_weighting": missing("pairs have equal weights"),
     "wandb_project": _wandb,
     "wandb_entity": _wandb,

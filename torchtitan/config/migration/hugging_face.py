@@ -320,7 +320,7 @@ RULES: Mapping[str, Rule] = {
     "length_column_name": unneeded("samples are counted"),
     "average_tokens_across_devices": unneeded("a loss is a mean over all tokens of a step"),
     "include_num_input_tokens_seen": unneeded("tokens are always counted"),
-    "trust_remote_code": unneeded("no code of a model is run; --module names code"),
+    "trust_remote_code": unneeded("if a model's code must run, set TORCHTITAN_TRUST_REMOTE_CODE=1"),
     "attn_implementation": unneeded(_KERNELS),
     "use_liger_kernel": unneeded(_KERNELS),
     "tf32": unneeded("--training.mixed_precision_param sets the type"),

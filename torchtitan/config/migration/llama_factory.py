@@ -227,7 +227,7 @@ RULES: Mapping[str, Rule] = {
     "max_samples": missing("the data is read in full; write the first rows to a file"),
     "adapter_name_or_path": to("model_converters.lora.adapter_path"),
     "additional_target": missing("adapt them with --model_converters.lora.include"),
-    "pref_ftx": missing("the loss of pairs has no part for fine-tuning on the chosen answers"),
+    "pref_ftx": missing("write the sum of both losses: loss.kind mix, loss.mix dpo=1 sft=WEIGHT"),
     **{
         f"use_{name}": missing(f"--optimizer.name has no {name}")
         for name in ("badam", "galore", "apollo", "adam_mini")
