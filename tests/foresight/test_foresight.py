@@ -261,6 +261,8 @@ def test_a_class_that_reads_images_is_predicted(tmp_path: Path):
         "bbbabcabcabcabcaab",
         "aaaaabbbbb",
         "abcabcd",
+        "aa",
+        "ab",
     ],
 )
 def test_prefixes_give_the_sum_of_all_layers(kinds: str):
@@ -276,6 +278,7 @@ def test_prefixes_give_the_sum_of_all_layers(kinds: str):
 
 def test_prefixes_are_the_fewest_and_only_models():
     assert find_prefixes("a" * 32, lambda n: True).lengths == (2, 3)
+    assert find_prefixes("aa", lambda n: True).lengths == (1, 2)
     assert find_prefixes("ab" * 16, lambda n: True).lengths == (2, 4)
     assert find_prefixes("aaab" * 8, lambda n: n % 4 == 0).lengths == (4, 8)
     with pytest.raises(UserError, match="of which the first also form a model"):

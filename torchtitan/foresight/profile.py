@@ -28,7 +28,6 @@ _SHARDS = 64
 _MOST_FIRST_LAYERS = 16
 """Layers of the smallest dry run; layers of kinds that only occur among these are counted in it."""
 
-
 _OTHER_THAN_LAYERS = 4
 """Layers whose dry run takes as long as that of everything else."""
 
@@ -158,7 +157,8 @@ def find_prefixes(kinds: Sequence[object], is_model: Callable[[int], bool]) -> P
     for index, kind in enumerate(kinds):
         counts_NK[index + 1] = counts_NK[index]
         counts_NK[index + 1, columns[kind]] += 1
-    lengths = [n for n in range(2, len(kinds) + 1) if is_model(n)]
+    least = min(2, max(1, len(kinds) - 1))
+    lengths = [n for n in range(least, len(kinds) + 1) if is_model(n)]
     found = [
         prefixes
         for place, first in enumerate(lengths)
