@@ -136,8 +136,11 @@ class ClassConfig(BaseModel.Config):
         values = {**self.document, **json.loads(whole.to_json_string(use_diff=False))}
         part = next((name for name, value in vars(whole).items() if value is text), None)
         of_text = values if part is None else values[part]
-        PerLayer.of(of_text).keep(of_text, range(n_layers))
-        return replace(self, document=checked_document(values))
+        layers = PerLayer.of(of_text)
+        layers.keep(of_text, range(n_layers))
+        fewer = replace(self, document=checked_document(values))
+        _check_layers(layers, of_text, fewer.transformers_config().get_text_config(decoder=True))
+        return fewer
 
     def tiny(self) -> Self:
         """Return the configuration of a tiny clone, for trials."""
@@ -159,3 +162,15 @@ class ClassConfig(BaseModel.Config):
             if known:
                 sizes[name] = math.gcd(*known)  # a degree must divide each layer's
         return sizes
+
+
+def _check_layers(layers: PerLayer, wanted: Mapping[str, Any], text: Any) -> None:
+    """Raise `UserError` if a configuration has changed its layers, as Gemma 4's does with the kind
+    of the last one."""
+    found = text.to_dict()
+    changed = [name for name in sorted(layers.names & found.keys()) if found[name] != wanted[name]]
+    if changed:
+        raise UserError(
+            f"{type(text).__name__} changes {' and '.join(changed)} if only the first layers are "
+            "kept"
+        )

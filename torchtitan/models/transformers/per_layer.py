@@ -24,7 +24,7 @@ class PerLayer:
     n_layers: int
     """0: it counts no layers."""
     counts: dict[str, int]
-    """Numbers of layers above 2."""
+    """Numbers of layers."""
     lists: dict[str, list[Any]]
     """Lists with an item for each layer."""
     chosen: dict[str, list[int]]
@@ -42,7 +42,7 @@ class PerLayer:
         counts = {
             name: n
             for name, n in values.items()
-            if _LAYERS.fullmatch(name) and type(n) is int and n > 2
+            if _LAYERS.fullmatch(name) and type(n) is int and n > 0
         }
         n = counts.get("num_hidden_layers") or max(
             counts.values(), default=len(values.get("layers_block_type") or ())
@@ -53,8 +53,11 @@ class PerLayer:
         named = {name: v for name, v in lists.items() if re.search("layer|_idx|_index|_ids", name)}
         chosen = {name: v for name, v in named.items() if _are_layers(v, n)}
         extra = values.get("num_nextn_predict_layers") or 0
+        # of two layers by its name only: two numbers may also be bounds, or factors
         per_layer = {
-            name: v for name, v in lists.items() if n <= len(v) <= n + extra and name not in chosen
+            name: v
+            for name, v in (lists if n > 2 else named).items()
+            if n <= len(v) <= n + extra and name not in chosen
         }
         periods = [
             v
@@ -98,11 +101,19 @@ class PerLayer:
             kept += layers[:n_kept]
         return sorted(kept)
 
+    @property
+    def names(self) -> set[str]:
+        """Names of the fields that `keep` changes and a configuration must keep as they are."""
+        return {*self.counts, *self.lists, *self.chosen, *self.starts}
+
     def keep(self, values: dict[str, Any], kept: Sequence[int]) -> None:
-        """Keep some layers in `values`. Other counts than that of all layers become 2."""
+        """Keep some layers in `values`. Other counts than that of all layers become 2 at most."""
         first_shared = self.n_layers - self.n_shared
         values.update(
-            {name: len(kept) if v == self.n_layers else 2 for name, v in self.counts.items()}
+            {
+                name: len(kept) if v == self.n_layers else min(v, 2)
+                for name, v in self.counts.items()
+            }
         )
         values.update({name: [v[i] for i in kept] for name, v in self.lists.items()})
         values.update(
