@@ -219,6 +219,26 @@ def test_a_run_of_several_epochs_continues_one_that_ended(hub: Path, tmp_path: P
     assert first + [plain(batch) for batch in again] == whole
 
 
+def test_sizes_are_asked_for_once(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run takes turns by those that it began with."""
+    config = config_of(SFTDataLoader, ["hub/one", "hub/two"], tmp_path, **STREAMED)
+    whole = build(config)
+    next(whole)
+    state = json.loads(json.dumps(whole.state_dict()))
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", fail)
+    again = build(config)
+    again.load_state_dict(state)
+    assert plain(next(again)) == plain(next(whole))
+    with pytest.raises(UserError, match="size of a stream is unknown: .*--dataloader.stream none"):
+        next(build(config))
+
+
 def test_one_label_alone_is_told_after_the_first_rows(
     hub: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -529,7 +529,8 @@ class StreamBatches(BatchIterator):
         self.exhausted = False
         self._workers_state = None
         self._weights = state.get("weights", self._weights)
-        self._sizes = state.get("sizes", self._sizes)
+        if "sizes" in state:  # which are not asked for again
+            self._sizes = state["sizes"]
         if commits := state.get("commits"):
             self._sets = [
                 self._repinned(one, commit) for one, commit in zip(self._sets, commits, strict=True)
