@@ -239,6 +239,26 @@ def test_sizes_are_asked_for_once(
         next(build(config))
 
 
+def test_a_reader_goes_on_without_its_rows_of_one_dataset(
+    hub: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As if they were copied; a reader of which all rows are dropped ends the run."""
+    long = {"ask": "x " * 400, "say": "Yes."}
+    write(hub / "small", [sft_row("small", 0), long], n_files=1)
+    write(hub / "long", [long, long], n_files=1)
+    places = [{"dp_rank": rank, "dp_world_size": 2, "epochs": 1} for rank in range(2)]
+    for names, count in ((["hub/one", "hub/small"], 24), (["hub/one", "hub/long"], 23)):
+        config = config_of(SFTDataLoader, names, tmp_path, **STREAMED)
+        batches = [batch for place in places for batch in read_all(build(config, **place))]
+        assert samples_in(batches).total() == count
+        assert "(reader 2 of 2) has no rows left to train on" in caplog.text
+    with pytest.raises(UserError, match="hub/long has no rows left to train on"):
+        read_all(build(config, epochs=1))  # the only reader
+    config = config_of(SFTDataLoader, ["hub/small", "hub/long"], tmp_path, **STREAMED)
+    with pytest.raises(UserError, match="no rows left to train on"):
+        next(build(config, **places[1]))
+
+
 def test_one_label_alone_is_told_after_the_first_rows(
     hub: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -188,9 +188,17 @@ class RowStreamFeed(StreamFeed):
                 after = StreamPosition(position.epoch, block, state, number)
                 yield ([row for _, row in chosen], documents), after
         if is_whole and report.rows and not report.samples:
-            raise no_rows_left_error(self.name, report, warnings_of(report, self._limit))
+            self._end_without_samples(report)
         if n_blocks & (n_blocks - 1):
             self._log(report)
+
+    def _end_without_samples(self, report: Report) -> None:
+        """Raise the error that no rows are left, or warn if they are one reader's part only, and it
+        may have other datasets to go on with."""
+        self.dropped = no_rows_left_error(self.name, report, warnings_of(report, self._limit))
+        if self.n_nodes == 1 or not self.dataset.reads_whole_epochs:
+            raise self.dropped
+        logger.warning("%s", self.dropped)
 
     def _log(self, report: Report) -> None:
         """Log the counts of the rows that were read since the start or the last epoch."""

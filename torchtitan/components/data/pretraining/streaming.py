@@ -109,12 +109,17 @@ class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
         node = self.layout.dp_rank * workers_per_rank + (worker.id if worker else 0)
         return PackedStreamIterator(self, node, self.layout.dp_world_size * workers_per_rank)
 
+    @property
+    def reads_whole_epochs(self) -> bool:
+        """Whether a set that has been read waits for others."""
+        return not self.weights and len(self.sets) > 1
+
     def turns(self) -> WeightedTurns | WholeEpochs:
         """Return the order in which the sets take turns."""
         epochs, first = self.layout.epochs, self.order.first_epoch
-        if self.weights or len(self.sets) == 1:
-            return WeightedTurns(self.weights or [1], epochs)
-        return WholeEpochs(self.sizes, epochs, first)
+        if self.reads_whole_epochs:
+            return WholeEpochs(self.sizes, epochs, first)
+        return WeightedTurns(self.weights or [1], epochs)
 
     def feed(self, data: StreamSource | Tokens, node: int, n_nodes: int) -> "Feed":
         """Return the windows of one dataset for one node."""
@@ -130,6 +135,9 @@ class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
 
 class Feed(Protocol):
     """Windows of one dataset for one node."""
+
+    dropped: UserError | None
+    """Why none of the node's part of the dataset is left, if others of the mixture may go on."""
 
     def beginning(self, epoch: int) -> Any:
         """Return the position at the beginning of an epoch."""
@@ -190,6 +198,7 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
             self._turns.add_window(number)
             samples.append(self._numbered(sample, number))
         if not samples:
+            self._check_dropped()
             raise StopIteration
         return self._dataset.make_batch(samples)
 
@@ -198,6 +207,12 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         if (epoch := self._turns.end(number)) is not None:
             self._positions = [feed.beginning(epoch) for feed in self._feeds]
             self._open()
+
+    def _check_dropped(self) -> None:
+        """Raise the error of a dataset of which all was dropped, if no other one had windows."""
+        errors = [feed.dropped for feed in self._feeds if feed.dropped is not None]
+        if errors and self._turns.is_empty:
+            raise errors[0]
 
     def _numbered(self, sample: Any, number: int) -> Any:
         """Return a sample whose documents' numbers are unique over all datasets."""
@@ -208,6 +223,8 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
 
 class TokensFeed:
     """Windows of local data: every n-th one of their global order."""
+
+    dropped: UserError | None = None
 
     def __init__(self, dataset: PackedStream, tokens: Tokens, node: int, n_nodes: int):
         layout, order = dataset.layout, dataset.order
@@ -237,6 +254,8 @@ class StreamFeed:
 
     shuffles_files: ClassVar[bool] = True
     """True to read the files of a shuffled stream in another order in later epochs."""
+
+    dropped: UserError | None = None
 
     def __init__(self, dataset: PackedStream, source: StreamSource, node: int, n_nodes: int):
         self.dataset = dataset

@@ -14,6 +14,9 @@ class WeightedTurns:
         epochs: passes over a dataset; None: without end.
     """
 
+    is_empty = False
+    """See `WholeEpochs.is_empty`; here, a dataset without windows ends the run by itself."""
+
     def __init__(self, weights: Sequence[float], epochs: int | None):
         self.epochs = epochs
         """Passes after which a dataset ends, or waits for the others."""
@@ -69,6 +72,11 @@ class WholeEpochs:
     def epochs(self) -> int:
         """See `WeightedTurns`: the number of the present epoch, from 1."""
         return self._epoch + 1
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all datasets ended without a window in an epoch."""
+        return len(self._waiting) == len(self._sizes)
 
     def next_set(self) -> int | None:
         """Return the dataset of the next window; None at the end of the data."""
