@@ -249,7 +249,8 @@ class RunConfig(Configurable.Config):
         if decision.start is None and self.checkpoint.initial_load_in_hf:
             format_of(self.checkpoint.initial_load_path)  # raises without weights
         tokenizer = build_tokenizer()
-        self.dataloader.check_folder(tokenizer)
+        if not dry_run:  # whose tokenizer has no folder
+            self.dataloader.check_folder(tokenizer)
         resolved = resolve()
         resolved.check_conversion(n_added_tokens=tokenizer.n_added)
         for converter in self.model_converters if not dry_run else ():
