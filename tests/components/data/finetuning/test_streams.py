@@ -259,6 +259,19 @@ def test_a_reader_goes_on_without_its_rows_of_one_dataset(
         next(build(config, **places[1]))
 
 
+def test_a_state_without_a_commit_gets_the_newest(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub did not answer when the run began."""
+    config = config_of(SFTDataLoader, ["hub/one"], tmp_path, **STREAMED)
+    state = build(config).state_dict()
+    assert state["position"]["commits"] == [""]
+    monkeypatch.setattr(source, "commit_of", lambda *_: "c" * 40)
+    again = build(config)
+    again.load_state_dict(state)
+    assert again.state_dict()["position"]["commits"] == ["c" * 40]
+
+
 def test_one_label_alone_is_told_after_the_first_rows(
     hub: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

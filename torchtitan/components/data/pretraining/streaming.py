@@ -483,9 +483,12 @@ class StreamBatches(BatchIterator):
         return data.pinned(commit) if isinstance(data, StreamSource) else data
 
     def _repinned(self, data: Any, commit: str) -> Any:
-        """Return a stream at the commit of a state, and say if it is not the newest one."""
+        """Return a stream at the commit of a state, if it has one, and say if it is not the newest
+        one."""
         newest = self._commit(data)
-        if commit and newest and commit != newest:
+        if commit in ("", newest):  # "": the hub did not answer
+            return data
+        if newest:
             logger.warning(
                 f"{data.name} has changed on the hub since the run began; it continues to read "
                 f"commit {commit}, and the newest is {newest}"
