@@ -148,13 +148,35 @@ def feature_owner(model: object) -> Any:
     return next((owner for owner in owners if hasattr(owner, "get_image_features")), None)
 
 
+def is_projected(output: object) -> bool:
+    """Return whether the results of a class's `get_image_features` have passed its projector;
+    Llama 4's pass it later."""
+    names = ("pooler_output", "deepstack_features")
+    return any(getattr(output, name, None) is not None for name in names)
+
+
 def features_in(output: Any) -> list[Tensor]:
     """Return what a class uses of the results of its `get_image_features`. Some classes pair them
     with the numbers of layers."""
-    pooled = getattr(output, "pooler_output", None)  # Llama 4's are not
+    pooled = getattr(output, "pooler_output", None)
     features = output.last_hidden_state if pooled is None else pooled
     used = [features, getattr(output, "deepstack_features", None)]
     return [one for one in tree_iter(used) if isinstance(one, Tensor)]
+
+
+def join_image_experts(model: nn.Module) -> None:
+    """Let each layer depend, with gradients of 0, on its experts for the tokens of images: ERNIE
+    4.5's class skips them in a batch without images, and ranks must reduce the same gradients."""
+    for module in model.modules():
+        if hasattr(module, "vision_moe"):
+            module.register_forward_hook(_with_image_experts)
+
+
+def _with_image_experts(
+    module: Any, args: object, output: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    states, router_logits = output
+    return without_images(list(module.vision_moe.parameters()), states), router_logits
 
 
 @contextlib.contextmanager
@@ -166,12 +188,11 @@ def reading_blank(
 ) -> Iterator[None]:
     """Make a class read the blank image of a batch without images, and add its features times 0 to
     the embeddings: each rank must gather the same weights and reduce the same gradients.
-    `projector` returns the parameters of the projector, which Llama 4 uses after its method for
-    features."""
-    owner = feature_owner(model)
-    method = owner.get_image_features
+    `projector` returns the parameters of the projector, whose gradients are 0 if features pass it
+    after the class's method: elsewhere, those of parts that images do not reach, such as Janus's
+    for images that it draws, stay None, as with images."""
+    method = feature_owner(model).get_image_features
     arguments = feature_arguments(method, images.blank, dtype)
-
     zeros: list[Tensor] = []
 
     def add_zero(module: nn.Module, args: object, embeddings: Tensor) -> Tensor | None:
@@ -180,7 +201,8 @@ def reading_blank(
         zeros.append(embeddings.new_zeros(()))
         output = method(**arguments, return_dict=True)
         zeros[0] = sum((0 * tensor.sum() for tensor in features_in(output)), zeros[0])
-        return without_images(projector(), embeddings + zeros[0].to(embeddings.dtype))
+        later = [] if is_projected(output) else projector()
+        return without_images(later, embeddings + zeros[0].to(embeddings.dtype))
 
     hook = model.get_input_embeddings().register_forward_hook(add_zero)
     try:

@@ -39,6 +39,7 @@ from torchtitan.models.transformers.images import (
     feature_owner,
     image_arguments,
     is_language_model,
+    join_image_experts,
     places_of,
     reading_blank,
     running_vision_once,
@@ -146,6 +147,7 @@ class TransformersModel(BaseModel):
         self._vision_names = [f"model.{name}" for name in vision_layers(self.model)]
         self._block_names = _find_blocks(self.model)
         if config.reads_images:
+            join_image_experts(self.model)
             blocks = dict.fromkeys([*self._vision_names, *self._block_names])
             self._block_names = list(blocks)
             if not self._vision_names:
