@@ -294,6 +294,8 @@ def test_answers_about_images_are_rated_as_by_the_class(
         assert rated == pytest.approx(expected, **TOLERANCE)
     token = processor_of(PretrainedTokenizer.Config().build(path=folder)).token
     assert rate([""], [f"It is {token}."], rows[:1], images[:1]) == [None]
+    with pytest.raises(UserError, match=f"reward_model={folder}: .*more images than the 0 given"):
+        rate([""], ["It is."], rows[:1], [[]])
 
 
 @pytest.mark.slow

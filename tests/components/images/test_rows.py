@@ -19,7 +19,7 @@ from torchtitan.components.data.finetuning.row_formats import find_format, funct
 from torchtitan.components.data.finetuning.sample_cache import first_columns
 from torchtitan.components.data.sources.rows import Row
 from torchtitan.components.data.sources.source import CHAT_DATASETS, resolve_source
-from torchtitan.components.images.files import ImageOpener
+from torchtitan.components.images.files import GivenImages, ImageOpener
 from torchtitan.components.images.rows import folder_of, reads_images
 from torchtitan.tools.errors import UserError
 
@@ -678,6 +678,33 @@ def test_prompts_with_images_are_read(row, folder):
     without = {"bytes": None, "path": None}
     images = {"image": without} if isinstance(row.get("image"), dict) else {}
     assert sample.row == {**row, **images, "answer": "7"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "<image>Same? <image>", "images": [png(5), {"bytes": png(6), "path": None}]},
+        {"messages": [said({"type": "image", "bytes": png(5)}, text("What?"))]},
+        {"messages": [said({"type": "image", "image": {"bytes": png(5)}}, text("What?"))]},
+        {
+            "messages": [
+                said({"type": "image_url", "image_url": {"url": "x.png"}}, text("What?")),
+                {"role": "assistant", "content": "It is 5."},
+                said(text("And this? <image>")),
+            ],
+            "images": [{"bytes": png(6), "path": "d/y.png"}, {"bytes": png(5), "path": "x.png"}],
+        },
+    ],
+)
+def test_rows_without_content_take_their_images_again(row, folder):
+    """A reward model reads the row, and the images of the prompt."""
+    prompt = converted({**row, "answer": "7"}, folder, kind="prompt")
+    assert {image.width for image in prompt.prompt.images} <= {5, 6}
+    plain = find_format(list(prompt.row), "auto", {}, "prompt")
+    again = reads_images(plain, GivenImages(prompt.prompt.images)).convert(prompt.row)
+    assert again.prompt == prompt.prompt
+    with pytest.raises(BrokenSample, match="the row has more images than the 0 given for it"):
+        reads_images(plain, GivenImages([])).convert(prompt.row)
 
 
 def test_a_named_column_of_images_is_read_for_prompts(folder):

@@ -5,7 +5,7 @@ import binascii
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -388,14 +388,18 @@ class ImageOpener:
 
 class GivenImages(ImageOpener):
     """Returns the images of a row that were opened before, in order, whatever the row has in their
-    place."""
+    place. `open` raises `BrokenSample` after the last one."""
 
-    def __init__(self, images: Iterable[ImageFile]):
+    def __init__(self, images: Sequence[ImageFile]):
         super().__init__(None)
+        self._n_images = len(images)
         self._left = iter(images)
 
     def open(self, reference: object) -> ImageFile:
-        return next(self._left)
+        image = next(self._left, None)
+        if image is None:
+            raise BrokenSample(f"the row has more images than the {self._n_images} given for it")
+        return image
 
 
 REFERENCE_KEYS = ("bytes", "data", "path", "url", "image_url", "image", "source")

@@ -152,10 +152,12 @@ class _Images:
         return found[0]
 
 
-def _name_of(image: Any) -> str:
-    """Return the file name of an image with content, empty for others."""
-    has_both = isinstance(image, Mapping) and image.get("bytes") and image.get("path")
-    return os.path.basename(str(image["path"])) if has_both else ""
+def _name_of(image: object) -> str:
+    """Return the file name of an image in the form of `datasets`, whose content a row that was
+    read no longer has; empty for others."""
+    if not isinstance(image, Mapping) or "bytes" not in image:
+        return ""
+    return os.path.basename(str(image.get("path") or ""))
 
 
 def _prefetch(format: RowFormat, opener: ImageOpener, rows: Sequence[Mapping[str, object]]) -> None:
@@ -239,8 +241,11 @@ def _without_bytes(value: object) -> Any:
     if isinstance(value, list):
         return [_without_bytes(one) for one in value]
     if isinstance(value, Mapping):
+        is_part = "type" in value  # without content, it would be a place of a column's image
         return {
-            key: None if isinstance(one, bytes) and key in _CONTENT_KEYS else _without_bytes(one)
+            key: None
+            if isinstance(one, bytes) and key in _CONTENT_KEYS and not is_part
+            else _without_bytes(one)
             for key, one in value.items()
         }
     return value

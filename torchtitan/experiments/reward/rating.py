@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchtitan.components.chat_template import resolve_chat_template
 from torchtitan.components.data.base import Batch, images_in
 from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample
-from torchtitan.components.data.finetuning.conversation import BrokenSample
+from torchtitan.components.data.finetuning.conversation import Conversation, Prompt
 from torchtitan.components.data.finetuning.row_formats import find_format
 from torchtitan.components.data.finetuning.samples import Windows
 from torchtitan.components.images.encoder import ImageTokens
@@ -63,6 +63,7 @@ class RewardModel:
 
     def __init__(self, folder: str, batch_size: int = 16, *, with_images: bool = False):
         check_reward_model(folder, with_images=with_images)
+        self._folder = folder
         self._batch_size = batch_size
         self._device = device_type()
         loaded = load_model(folder, device=self._device, family=_family(with_images))
@@ -79,11 +80,14 @@ class RewardModel:
         rows: Sequence[Mapping[str, Any]],
         images: Sequence[Images] = (),
     ) -> list[float | None]:
-        """Return the rewards; None for a completion with tokens of images, which the model cannot
-        read.
+        """Return the rewards; None for a completion that spells tokens of images, which the model
+        cannot read.
 
         Args:
             images: the images of each prompt.
+
+        Raises:
+            UserError: the model cannot read the images of a prompt, or the row has others.
         """
         given = images or [()] * len(rows)
         found = map(self._encode, completions, rows, given)
@@ -99,23 +103,28 @@ class RewardModel:
 
     def _encode(self, completion: str, row: Mapping[str, Any], images: Images) -> EncodedRow | None:
         """Return the conversation, and another token, so that the model sees the last one."""
+        prompt = self._prompt(row, images)
+        messages = [*prompt.messages, {"role": "assistant", "content": completion}]
+        text = self._template.render(messages, tools=prompt.tools, add_generation_prompt=False)
+        [own, ids] = self._tokenizer.tokenize([completion, text], allow_special=True)
+        part = EncodedSample(np.array(ids), np.zeros(len(ids), bool))
+        if self._processor:
+            if not {*self._processor.image_ids, self._processor.token_id}.isdisjoint(own):
+                return None
+            with errors_of(f"reward_model={self._folder}"):
+                tokens = ImageTokens(self._processor, self._tokenizer)
+                [(part, _)] = tokens.expand_samples([part], images)
+        part = EncodedSample(np.append(part.ids, 0), np.append(part.trained, False))
+        return EncodedRow((part,), images=[image.to_json() for image in images])
+
+    def _prompt(self, row: Mapping[str, Any], images: Images) -> Conversation:
         form = find_format(list(row), "auto", {}, "prompt")
         if self._processor:
             form = reads_images(form, GivenImages(images))
-        sample: Any = form.convert(dict(row))
-        messages = [*sample.prompt.messages, {"role": "assistant", "content": completion}]
-        text = self._template.render(
-            messages, tools=sample.prompt.tools, add_generation_prompt=False
-        )
-        [ids] = self._tokenizer.tokenize([text], allow_special=True)
-        part = EncodedSample(np.array([*ids, 0]), np.zeros(len(ids) + 1, bool))
-        if self._processor:
-            try:
-                tokens = ImageTokens(self._processor, self._tokenizer)
-                [(part, _)] = tokens.expand_samples([part], images)
-            except BrokenSample:
-                return None
-        return EncodedRow((part,), images=[image.to_json() for image in images])
+        with errors_of(f"reward_model={self._folder}"):
+            sample = form.convert(dict(row))
+        assert isinstance(sample, Prompt) and isinstance(sample.prompt, Conversation)
+        return sample.prompt
 
     def _scores(self, rows: Sequence[EncodedRow]) -> list[float]:
         """Return the score of the last token of each conversation. Tokens after it do not change
