@@ -18,7 +18,7 @@ from tests.vision_types import HIDDEN, TYPES, VOCABULARY, VisionType
 from tests.vision_types_b_to_g import B_TO_G
 from tests.vision_types_i_to_m import I_TO_M_IN_ROWS, I_TO_M_TYPES
 from tests.vision_types_m_to_v import ROWS_M_TO_V, TYPES_M_TO_V
-from torchtitan.components.images import processor
+from torchtitan.components.images.opening import pixtral_class
 
 Conversation = list[dict[str, Any]]
 
@@ -239,7 +239,7 @@ def reference_processor(model_type: str, folder: Path) -> Any:
     kind = _TYPES[model_type]
     cls = getattr(transformers, kind.processor)
     if getattr(cls, "is_dummy", False):  # of Mistral 3, without torchvision
-        cls = processor._pixtral_class()
+        cls = pixtral_class()
     parts = {
         "tokenizer": AutoTokenizer.from_pretrained(folder),
         "image_processor": AutoImageProcessor.from_pretrained(folder),

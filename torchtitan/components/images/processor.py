@@ -6,19 +6,24 @@ Source: transformers 5.23.0, processing_utils.py (`ProcessorMixin`) and models/a
 
 import functools
 import hashlib
-import importlib
 import importlib.metadata
-import importlib.util
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan.components.images.opening import (
+    CONFIGS,
+    OPTIONAL_CONFIGS,
+    BackEnd,
+    back_end_of,
+    check_packages,
+    open_processor,
+)
 from torchtitan.components.tokenizer.interface import Tokenizer
 from torchtitan.tools.errors import UserError, in_words
 from torchtitan.tools.files import read_object
@@ -30,21 +35,11 @@ if TYPE_CHECKING:
 Size = tuple[int, int]
 """Width and height of an image, in pixels."""
 
-BackEnd = Literal["auto", "pillow", "torchvision"]
-
-_BACK_ENDS = {"pillow": "pil", "torchvision": "torchvision"}
-"""Back end → its name in transformers."""
-
 _PACKAGES = {
     "pillow": ("transformers", "pillow"),
     "torchvision": ("transformers", "pillow", "torchvision"),
 }
 """Back end → packages that decide pixels; Pillow decodes the images of both."""
-
-_CONFIGS = ("processor_config.json", "preprocessor_config.json")
-_OPTIONAL_CONFIGS = ("video_preprocessor_config.json",)
-"""Files that describe a processor. Either of the first ones is needed; newer versions of
-transformers write both processors into processor_config.json."""
 
 _OF_TEXT = frozenset(
     {
@@ -69,12 +64,6 @@ _CACHED_SAMPLES = 128
 _QUICK = {"resample": 0, "do_rescale": False, "do_normalize": False}
 """Options that leave sizes unchanged, and take a third of the time: nearest neighbors, and pixels
 from 0 to 255."""
-
-
-_UNFIT = {
-    "ShieldGemma2Processor": "asks questions of its own about each image, whatever the text is"
-}
-"""Class of a processor → why conversations cannot be trained with it."""
 
 
 class ImageProcessor:
@@ -106,20 +95,20 @@ class ImageProcessor:
         the run. Raise `UserError` if files or packages are missing, if the processor does not have
         the back end, or if it cannot be used."""
         folder = Path(folder)
-        names = (*_CONFIGS, *_OPTIONAL_CONFIGS)
+        names = (*CONFIGS, *OPTIONAL_CONFIGS)
         files = {name: folder / name for name in names if (folder / name).is_file()}
-        if not files.keys() & set(_CONFIGS):
+        if not files.keys() & set(CONFIGS):
             raise UserError(
-                f"'{folder}' has no {' or '.join(_CONFIGS)}, which describes the processor of "
+                f"'{folder}' has no {' or '.join(CONFIGS)}, which describes the processor of "
                 "images; copy it from the folder of the published model"
             )
         contents = {name: read_object(path) for name, path in files.items()}
-        _check_packages()
+        check_packages()
         with without_logs():
-            processor = _open_processor(folder, back_end)
+            processor = open_processor(folder, back_end)
         self = cls(processor, tokenizer)
         self.files = files
-        found = _back_end(processor.image_processor)
+        found = back_end_of(processor.image_processor)
         image_class = type(processor.image_processor).__name__
         if back_end not in ("auto", found):
             raise UserError(
@@ -413,183 +402,7 @@ def _blank_images(sizes: Sequence[Size]) -> list["Image"]:
     return [Image.new("RGB", size) for size in sizes]
 
 
-def _check_packages() -> None:
-    needed = {"transformers": "transformers", "Pillow": "PIL"}
-    missing = [name for name, module in needed.items() if not importlib.util.find_spec(module)]
-    if missing:
-        raise UserError(
-            f"training on images needs {' and '.join(missing)}: pip install "
-            "'torchtitan[vision]', or EXTRA=vision ./run_train.sh"
-        )
-
-
 def _digest(parts: Sequence[Any], back_end: str) -> str:
     versions = [importlib.metadata.version(name) for name in _PACKAGES[back_end]]
     text = json.dumps([*parts, *versions], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def preferred_back_end(back_end: BackEnd) -> str:
-    """Return the chosen back end, by default the one for a class with both. Raise `UserError` if
-    torchvision is chosen and absent, or installed and broken."""
-    has_torchvision = _has_torchvision()
-    if back_end == "torchvision" and not has_torchvision:
-        raise UserError(
-            "--dataloader.image_back_end torchvision: torchvision is not installed; install the "
-            f"version that belongs to torch {torch.__version__}, or choose pillow"
-        )
-    if back_end == "auto":
-        return "torchvision" if has_torchvision else "pillow"
-    return back_end
-
-
-def _has_torchvision() -> bool:
-    try:
-        importlib.import_module("torchvision")
-    except (ImportError, OSError, RuntimeError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "torchvision":
-            return False
-        raise UserError(
-            f"torchvision is installed and cannot be imported: {in_words(error)}; transformers "
-            "imports it for images, also for Pillow: install the version that belongs to torch "
-            f"{torch.__version__}, or uninstall it"
-        ) from error
-    return True
-
-
-def _back_end(image_processor: Any) -> str:
-    bases = [base.__name__ for base in type(image_processor).__mro__]
-    return "torchvision" if "TorchvisionBackend" in bases else "pillow"
-
-
-def _processor_class(folder: Path) -> Any:
-    """Return the class that the folder's files name, or else the class of its model_type."""
-    from transformers.models.auto import processing_auto
-    from transformers.processing_utils import ProcessorMixin
-
-    documents = [read_object(folder / name) for name in (*_CONFIGS, "tokenizer_config.json")]
-    names = [document["processor_class"] for document in documents if "processor_class" in document]
-    model_type = str(read_object(folder / "config.json").get("model_type"))
-    if not names and (of_type := processing_auto.PROCESSOR_MAPPING_NAMES.get(model_type)):
-        names = [of_type]
-    if not names:
-        raise UserError(
-            f"'{folder}' names no processor_class, and transformers has none for its model_type "
-            f"'{model_type}'"
-        )
-    cls: Any = processing_auto.processor_class_from_name(names[0])
-    if getattr(cls, "is_dummy", False):
-        return _pixtral_class() if names[0] == "PixtralProcessor" else cls
-    if not isinstance(cls, type) or not issubclass(cls, ProcessorMixin):
-        raise UserError(
-            f"'{folder}' names the processor_class {names[0]!r}, which transformers does not have"
-        )
-    _check_parts(cls)
-    if names[0] in _UNFIT:
-        raise UserError(f"'{folder}': {names[0]} {_UNFIT[names[0]]}; train a model of another type")
-    return cls
-
-
-def _check_parts(cls: Any) -> None:
-    """Raise `UserError` if a class does not read images, or images together with their text."""
-    parts = cls.get_attributes()
-    if "image_processor" not in parts:
-        raise UserError(f"{cls.__name__} reads no images; its parts are {', '.join(parts)}")
-    if others := [name for name in parts if name.endswith("_tokenizer")]:
-        raise UserError(
-            f"{cls.__name__} has a second tokenizer, {others[0]}: what its model sees in an image "
-            "depends on the text beside it, which is not supported; train a model of another type"
-        )
-
-
-def _pixtral_class() -> Any:
-    """Return Mistral 3's class, which transformers does not offer without torchvision: its module
-    imports a function from the module of the torchvision back end; the module of Pillow's has it
-    as well."""
-    replaced = "transformers.models.pixtral.image_processing_pixtral"
-    sys.modules[replaced] = importlib.import_module(
-        "transformers.models.pixtral.image_processing_pil_pixtral"
-    )
-    try:
-        module = importlib.import_module("transformers.models.pixtral.processing_pixtral")
-        return module.PixtralProcessor
-    finally:
-        del sys.modules[replaced]
-
-
-def _open_processor(folder: Path, back_end: BackEnd) -> Any:
-    """Build the processor of a folder from its image processor and tokenizer. `AutoProcessor` also
-    wants processors of videos and sounds, which need other packages."""
-    preferred = preferred_back_end(back_end)
-    from transformers import AutoImageProcessor, AutoTokenizer
-
-    cls = _processor_class(folder)
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    # transformers takes Pillow for a class with a filter that an older torchvision lacks
-    is_free = back_end == "auto" and preferred == "torchvision"
-    backend = None if is_free else _BACK_ENDS[preferred]
-    try:
-        parts = {
-            "image_processor": AutoImageProcessor.from_pretrained(
-                folder, backend=backend, **options
-            ),
-            "tokenizer": AutoTokenizer.from_pretrained(folder, **options),
-        }
-        _skip_package_of_videos(cls)
-        images_only: Any = type(cls.__name__, (_ImagesOnly, cls), {})
-        arguments = [parts.get(name, _ABSENT.get(name)) for name in cls.get_attributes()]
-        return images_only.from_args_and_dict(
-            arguments, read_object(folder / "processor_config.json")
-        )
-    except Exception as error:  # classes raise various types
-        if "torchvision" in str(error) and not _has_torchvision():
-            raise UserError(
-                f"'{folder}': {cls.__name__} processes images with torchvision only, which is not "
-                f"installed; install the version that belongs to torch {torch.__version__}"
-            ) from error
-        raise UserError(
-            f"'{folder}': {cls.__name__} cannot be built here: {in_words(error)}"
-        ) from error
-
-
-class _NoVideos(dict[str, None]):
-    """The place of a processor of videos: each of its settings, which some classes read when they
-    are built, is None. A dictionary, since classes write their parts as JSON."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return None
-
-
-_ABSENT = {"video_processor": _NoVideos()}
-
-
-class _ImagesOnly:
-    """Makes a processor's parts optional, and keeps what it writes for images."""
-
-    replacements: Sequence[str] = ()
-    """The text in the place of each image of the latest call."""
-
-    def get_text_with_replacements(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().get_text_with_replacements(*args, **kwargs)  # type: ignore[misc]
-        self.replacements = [one["replacement"] for sample in result[1] for one in sample]
-        return result
-
-    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> object:
-        if argument is None or isinstance(argument, _NoVideos):
-            return None
-        return super().check_argument_for_proper_class(  # type: ignore[misc]
-            argument_name, argument
-        )
-
-
-def _skip_package_of_videos(cls: Any) -> None:
-    """SmolVLM's class refuses to be built without num2words, which it uses for videos only."""
-    names = cls.__init__.__globals__
-    if names.get("num2words", ...) is None:
-        names["num2words"] = _no_videos
-
-
-def _no_videos(number: int) -> str:
-    raise UserError("videos need the package num2words: pip install num2words")

@@ -10,7 +10,8 @@ import torch
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.finetuning.samples import SampleSets
-from torchtitan.components.images.processor import BackEnd, ImageProcessor, preferred_back_end
+from torchtitan.components.images.opening import BackEnd, preferred_back_end
+from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.images.reader import ImageReader
 from torchtitan.components.images.rows import rows_with_images
 from torchtitan.components.tokenizer import Tokenizer

@@ -36,7 +36,8 @@ from torchtitan.components.data.sources.source import (
 from torchtitan.components.images.encoder import ImageEncoder
 from torchtitan.components.images.files import ImageOpener
 from torchtitan.components.images.loader import ImageBatches
-from torchtitan.components.images.processor import BackEnd, ImageProcessor, preferred_back_end
+from torchtitan.components.images.opening import BackEnd, preferred_back_end
+from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.images.remote import RemoteImages
 from torchtitan.components.images.rows import reads_images, remote_images
 from torchtitan.components.images.rows_loader import processor_of, white_images
