@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
+import threading
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +22,7 @@ from tests.tiny_vision import (
     text_of,
     vision_folder,
 )
-from torchtitan.components.images.processor import ImageProcessor
+from torchtitan.components.images.processor import ImageProcessor, _warn_of_beginning
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import UserError
 
@@ -216,3 +217,35 @@ def test_refused_images_are_named(folders: Any) -> None:
     processor = opened(folders("qwen3_vl"))
     with pytest.raises(UserError, match="refuses images of 4000 x 2 pixels.*aspect ratio"):
         processor.expansions([(4000, 2)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["emu3", "mllama"])
+def test_a_token_before_each_text_is_warned_of_once(
+    model_type: str, folders: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = folders(model_type)
+    _warn_of_beginning.cache_clear()
+    for _ in range(2):
+        ImageProcessor.from_folder(folder, PretrainedTokenizer.Config().build(path=folder))
+    assert caplog.text.count("begins each text with") == 1
+
+
+def test_threads_keep_their_texts(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts count the tokens of images while another thread reads a batch."""
+    folder = folders("qwen3_vl")
+    processor = ImageProcessor.from_folder(folder, PretrainedTokenizer.Config().build(path=folder))
+    expected = processor.replacements([(64, 48)])
+    call, is_first = processor._call, [True]
+
+    def call_beside_another(*args: Any, **options: Any) -> Any:
+        outputs = call(*args, **options)
+        if is_first and is_first.pop():
+            other = threading.Thread(target=processor.inputs, args=([TWO],))
+            other.start()
+            other.join()
+        return outputs
+
+    monkeypatch.setattr(processor, "_call", call_beside_another)
+    processor._cached.cache_clear()
+    assert processor.replacements([(64, 48)]) == expected

@@ -6,6 +6,7 @@ Source: transformers 5.23.0, processing_utils.py (`ProcessorMixin`) and models/a
 import importlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -177,13 +178,21 @@ class _NoVideos(dict[str, None]):
 
 
 _ABSENT = {"video_processor": _NoVideos()}
+_latest = threading.local()
 
 
 class _ImagesOnly:
     """Makes a processor's parts optional, and keeps what it writes for images."""
 
-    replacements: Sequence[str] = ()
-    """The text in the place of each image of the latest call."""
+    @property
+    def replacements(self) -> Sequence[str]:
+        """The text in the place of each image of the latest call in this thread: rollouts read
+        sizes in another one than batches."""
+        return getattr(_latest, "replacements", ())
+
+    @replacements.setter
+    def replacements(self, texts: Sequence[str]) -> None:
+        _latest.replacements = texts
 
     def get_text_with_replacements(self, *args: Any, **kwargs: Any) -> Any:
         result = super().get_text_with_replacements(*args, **kwargs)  # type: ignore[misc]

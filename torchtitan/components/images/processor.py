@@ -8,7 +8,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -319,12 +319,27 @@ class ImageProcessor:
                 f"{self._name} gives images of the same size different numbers of tokens, by their "
                 "content, so that the length of a sample is not known before its images are decoded"
             )
+        self._check_results(images, outputs)
+        self.joins_text = self._rewrites or any(self._joins(text) for text in texts)
+        [own] = outputs["input_ids"]
+        if not self._rewrites:
+            self._check_ids(texts, own)
+        self.marked = self._marked(outputs)
+        if self._processor.return_mm_token_type_ids:
+            names = ("mm_token_type_ids", "token_type_ids")
+            self.types_name = next(name for name in names if name in outputs)
+            [types] = outputs[self.types_name]
+            if types != self.token_types(np.array(own)).tolist():
+                raise UserError(f"{self._name} has types of tokens besides images and text")
+
+    def _check_results(self, images: Sequence["Image"], outputs: Mapping[str, Any]) -> None:
+        """Raise `UserError` if the results for two images are not arguments of the class for images
+        and text alone."""
         if "labels" in outputs:
             raise UserError(
                 f"{self._name} divides a text into a prompt and an answer, which conversations "
                 "with several turns do not have"
             )
-        self.marked = self._marked(outputs)
         known = self._processor.image_processor(images, return_tensors="pt")
         if unknown := [name for name in self._names(outputs) if name not in known]:
             raise UserError(f"{self._name} also returns {', '.join(unknown)}, for text and images")
@@ -332,29 +347,22 @@ class ImageProcessor:
         bad = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         if bad or not tensors:
             raise UserError(f"{self._name} returns no finite values for {bad or 'images'}")
-        self.joins_text = self._rewrites or any(self._joins(text) for text in texts)
+
+    def _check_ids(self, texts: Sequence[str], own: Sequence[int]) -> None:
+        """Raise `UserError` if the tokenizer of the run writes other ids for the texts of images
+        than the processor's `own`. More may follow, and a token may precede."""
         whole = "".join(self._written.replace(self.token, text) for text in texts)
         [ids] = self._tokenizer.tokenize([whole], allow_special=True)
-        [own] = outputs["input_ids"]
-        places = range(len(own) - len(ids) + 1)  # more may follow, and a token may precede
-        if own[: len(ids)] != ids and own[1 : len(ids) + 1] == ids:
-            logger.warning(
-                "%s begins each text with %r; conversations begin as their chat template writes: "
-                "let it write the token if the model expects it",
-                self._name,
-                self._processor.tokenizer.convert_ids_to_tokens(own[0]),
-            )
-        if not any(own[start : start + len(ids)] == ids for start in places[:2]):
-            raise UserError(
-                f"{self._name} writes other token ids in the place of images than the tokenizer "
-                f"of this run, {own[:8]} instead of {ids[:8]}; use the tokenizer of the folder"
-            )
-        if self._processor.return_mm_token_type_ids:
-            names = ("mm_token_type_ids", "token_type_ids")
-            self.types_name = next(name for name in names if name in outputs)
-            [types] = outputs[self.types_name]
-            if types != self.token_types(np.array(own)).tolist():
-                raise UserError(f"{self._name} has types of tokens besides images and text")
+        if own[: len(ids)] == ids:
+            return
+        if own[1 : len(ids) + 1] == ids:
+            begin = self._processor.tokenizer.convert_ids_to_tokens(own[0])
+            _warn_of_beginning(self._name, begin)
+            return
+        raise UserError(
+            f"{self._name} writes other token ids in the place of images than the tokenizer "
+            f"of this run, {own[:8]} instead of {ids[:8]}; use the tokenizer of the folder"
+        )
 
     def _places_images(self, image: "Image") -> bool:
         """Return whether the processor places an image that a text does not place."""
@@ -378,6 +386,7 @@ class ImageProcessor:
         text = f"\n{self.token}\n{self.token}\n"
         if begin is not None and self._read(text, images)[0] == begin:
             self._begin = self._processor.tokenizer.bos_token  # needed in each text
+            _warn_of_beginning(self._name, self._begin)
         ids = self._read(text, images)
         special = self._tokenizer.special_ids
         alone = [i for each in self.expansions(_TRIAL_SIZES) for i in each]
@@ -394,6 +403,16 @@ class ImageProcessor:
         parts = ["\n", text, "\n"]
         whole, *ids = self._tokenizer.tokenize(["".join(parts), *parts], allow_special=True)
         return whole != [token for part in ids for token in part]
+
+
+@functools.cache  # a run opens its processor several times
+def _warn_of_beginning(name: str, token: str) -> None:
+    logger.warning(
+        "%s begins each text with %r; conversations begin as their chat template writes: let it "
+        "write the token if the model expects it",
+        name,
+        token,
+    )
 
 
 def _blank_images(sizes: Sequence[Size]) -> list["Image"]:
