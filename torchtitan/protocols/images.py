@@ -7,6 +7,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+TOKEN_TYPES = "token_type_ids"
+"""Last part of the names of a class's arguments for the types of tokens."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImageInputs:

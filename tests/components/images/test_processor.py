@@ -94,8 +94,8 @@ def test_ids_and_pixels_equal_those_of_the_class(model_type: str, folders: Any) 
                 expanded = sum(placed, [])
             kept = expected["attention_mask"][row] == 1
             assert expanded == expected["input_ids"][row][kept].tolist()
-            if processor.types_name:
-                types = expected[processor.types_name][row][kept].tolist()
+            for name in {"mm_token_type_ids", "token_type_ids"} & expected.keys():
+                types = expected[name][row][kept].tolist()
                 assert processor.token_types(np.array(expanded)).tolist() == types
 
 

@@ -25,6 +25,7 @@ from torchtitan.components.images.opening import (
     open_processor,
 )
 from torchtitan.components.tokenizer.interface import Tokenizer
+from torchtitan.protocols.images import TOKEN_TYPES
 from torchtitan.tools.errors import UserError, in_words
 from torchtitan.tools.files import read_object
 from torchtitan.tools.logging import logger, without_logs
@@ -53,9 +54,6 @@ _OF_TEXT = frozenset(
 )
 """Results of a processor that describe its text."""
 
-_TYPES = "token_type_ids"
-"""Last part of the names of results for types of tokens."""
-
 _OF_BOTH = frozenset({"cross_attention_mask"})
 """Results that depend on text and images; the call of the class makes them of token ids."""
 
@@ -78,8 +76,6 @@ class ImageProcessor:
     fingerprint: str
     """Hexadecimal digest of everything that decides token ids and pixels: files, class, back end,
     and versions of transformers, Pillow, and torchvision if it is the back end."""
-    types_name: str | None = None
-    """Name of the class's argument for types of tokens, if the processor returns them."""
     marked: dict[str, list[int]]
     """Name → ids of tokens of type 1, of each further argument of the class for types of tokens."""
     joins_text: bool
@@ -269,14 +265,14 @@ class ImageProcessor:
     def _names(outputs: Any) -> list[str]:
         """Return the names of results that the class takes for images."""
         unused = _OF_TEXT | _OF_BOTH
-        return [name for name in outputs if name not in unused and not name.endswith(_TYPES)]
+        return [name for name in outputs if name not in unused and not name.endswith(TOKEN_TYPES)]
 
     def _marked(self, outputs: Any) -> dict[str, list[int]]:
         """Return `marked` of the results for a sample."""
         [ids] = outputs["input_ids"]
         marked = {}
         for name in outputs:
-            if name in _OF_TEXT or not name.endswith(_TYPES):
+            if name in _OF_TEXT or not name.endswith(TOKEN_TYPES):
                 continue
             [types] = outputs[name]
             marked[name] = sorted({i for i, type_ in zip(ids, types, strict=True) if type_ == 1})
@@ -327,8 +323,7 @@ class ImageProcessor:
         self.marked = self._marked(outputs)
         if self._processor.return_mm_token_type_ids:
             names = ("mm_token_type_ids", "token_type_ids")
-            self.types_name = next(name for name in names if name in outputs)
-            [types] = outputs[self.types_name]
+            [types] = next(outputs[name] for name in names if name in outputs)
             if types != self.token_types(np.array(own)).tolist():
                 raise UserError(f"{self._name} has types of tokens besides images and text")
 

@@ -107,7 +107,6 @@ class _Function(NamedTuple):
     """Name in logs."""
     weight: float
     call: Reward
-
     parameters: Sequence[str]
 
     @property

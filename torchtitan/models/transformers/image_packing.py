@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PretrainedConfig
 
 from torchtitan.models.transformers.cross_attention import cross_attention_arguments
-from torchtitan.models.transformers.images import TYPES, image_arguments, token_mask
+from torchtitan.models.transformers.images import image_arguments, token_mask
 from torchtitan.models.transformers.packing import (
     KERNEL,
     ForwardPass,
@@ -23,7 +23,7 @@ from torchtitan.models.transformers.packing import (
 )
 from torchtitan.models.transformers.tiny import CLONE_TOLERANCE, TEXT_IDS, random_clone, trial
 from torchtitan.protocols.attention import AttentionMetadata
-from torchtitan.protocols.images import ImageInputs
+from torchtitan.protocols.images import TOKEN_TYPES, ImageInputs
 from torchtitan.tools.device import send
 from torchtitan.tools.errors import UserError, in_words
 
@@ -141,7 +141,7 @@ def implementation_with_images(config: PretrainedConfig, packing: Packing) -> An
 
 
 def _of_tokens(inputs: Mapping[str, object]) -> list[str]:
-    return [name for name in inputs if name == "input_ids" or name.endswith(TYPES)]
+    return [name for name in inputs if name == "input_ids" or name.endswith(TOKEN_TYPES)]
 
 
 def _positions(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.protocols.attention import AttentionMetadata
-from torchtitan.protocols.images import ImageInputs
+from torchtitan.protocols.images import TOKEN_TYPES, ImageInputs
 from torchtitan.tools.device import send
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import tree_iter
@@ -31,10 +31,6 @@ _PROJECTORS = re.compile(
 )
 """Names of the parameters between a vision tower and the language model, in the classes of
 transformers. Some modules inside the tower's layers are also called projection."""
-
-
-TYPES = "token_type_ids"
-"""Last part of the names of a class's arguments for the types of tokens."""
 
 _TOWERS = re.compile(r"vision|vq")
 """Names of the parts of configurations that describe a vision tower."""
@@ -106,7 +102,7 @@ def image_arguments(model: Any, images: ImageInputs, dtype: torch.dtype) -> dict
         name: _as_taken(tensor, dtype, accepted[name].annotation if name in accepted else None)
         for name, tensor in images.tensors.items()
     }
-    types = [name for name in accepted if name.endswith(TYPES)]
+    types = [name for name in accepted if name.endswith(TOKEN_TYPES)]
     return arguments | {name: images.more_types.get(name, images.token_types_BL) for name in types}
 
 
