@@ -331,6 +331,5 @@ I_TO_M_REFUSED = (
     "kosmos-2",
     "kosmos-2.5",
     "mistral4",
-    "molmo2",
 )
 """Types that are refused by name (tests/models/test_refused_images_i_to_m.py)."""
