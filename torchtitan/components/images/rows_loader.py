@@ -10,6 +10,7 @@ import torch
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.finetuning.samples import SampleSets
+from torchtitan.components.data.sources.source import Source, StreamSource
 from torchtitan.components.images.opening import BackEnd, preferred_back_end
 from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.images.reader import ImageReader
@@ -79,7 +80,7 @@ class ImageRowsDataLoader(PlannedDataLoader):
             """Return white images that fill `n_tokens` tokens, see `white_images`."""
             return white_images(self.processor(tokenizer()), n_tokens)
 
-        def rows(self) -> list[tuple[Any, RowFormat]]:
+        def rows(self) -> list[tuple[Source | StreamSource, RowFormat]]:
             """Return the source and row format of each dataset, with the columns of images."""
             return rows_with_images(
                 super().rows(),
