@@ -128,7 +128,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 class _Kinds(NamedTuple):
-    """What the questions of a file need."""
+    """The kinds of questions in a file."""
 
     has_images: bool
     is_open: bool

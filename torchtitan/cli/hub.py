@@ -1,4 +1,4 @@
-"""What commands of the Hugging Face Hub share."""
+"""Errors of commands that use the Hugging Face Hub."""
 
 from torchtitan.tools.errors import UserError
 

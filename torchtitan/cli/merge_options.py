@@ -33,7 +33,7 @@ def add_merge_options(parser: Parser) -> None:
         nargs="+",
         type=Path,
         metavar="CKPT",
-        help="write the mean of the weights of INPUT and these checkpoints of the same model, in "
+        help="average the weights of INPUT and of these checkpoints of the same model, in "
         "any format; the same as --merge linear --models CKPT ...",
     )
     parser.add_argument(
@@ -145,8 +145,8 @@ def _method(options: argparse.Namespace) -> "Merge":
 
 
 def _architecture(spec: "ModelSpec") -> dict[str, Any]:
-    """Return what decides the weights and their use: for a class of transformers, its config.json
-    without the ids of tokens and the use of a cache."""
+    """Return the values that decide the weights and their use: for a class of transformers, its
+    config.json without the ids of tokens and the use of a cache."""
     values = spec.model.to_dict()
     document = values.pop("document", {})
     kept = {

@@ -29,8 +29,8 @@ _OPTIONS = (
     "loss.beta",
     "rewards",
 )
-"""Options of a run in its card, if it has them, beside all of its converters. None is a path that
-only the machine of the run has, except of data."""
+"""Options that a card lists if the run has them, next to the options of all converters. Except
+for the dataset, no option is a path that only the machine of the run has."""
 
 _PATH = ".adapter_path"
 """The option of a converter that is such a path."""

@@ -18,7 +18,7 @@ _PLAIN_LOOP = Path(__file__).resolve().parent / "templates" / "plain_loop.py"
 
 
 def new(args: Sequence[str]) -> int:
-    """Write what is requested and return the exit code."""
+    """Create the requested files, or list the recipes. Return the exit code."""
     parser = Parser(
         prog="torchtitan new",
         description="Create an experiment: a folder with an explicit training step, ready to run.",

@@ -24,7 +24,7 @@ _DESCRIPTION = """Upload the model in the folder SOURCE to the repository OWNER/
 Face Hub, in one commit: weights in Hugging Face or GGUF format or an adapter, configuration,
 tokenizer, and README.md, a card with data, method, numbers and command of the run. SOURCE may be
 the dump folder of a run, whose newest checkpoint in Hugging Face format is uploaded. Optimizer
-states and other files are left out. A new repository is private unless --public. Log in with
+states and other files are skipped. A new repository is private unless --public. Log in with
 `hf auth login`, or set the environment variable HF_TOKEN."""
 
 _CARD = "README.md"
@@ -65,7 +65,7 @@ class Upload(NamedTuple):
     names: Sequence[str]
     """Within the folder, without the card."""
     replaced: Mapping[str, bytes]
-    """Contents of files that differ from those in the folder."""
+    """Name → content to upload instead of the file in the folder."""
     n_left_out: int
     card: bytes
 
@@ -126,8 +126,8 @@ def _check_name(repo_id: str) -> None:
 
 
 def _prepare(options: argparse.Namespace) -> Upload:
-    """Return the files to upload. Raise `UserError` if there is no model, or it is damaged, or a
-    file has a credential."""
+    """Return the files to upload. Raise `UserError` if the folder has no model, the model is
+    damaged, or a file has a credential."""
     if options.public and options.update:
         raise UserError(
             "--public has no effect with --update, which keeps who can see the repository"
@@ -195,7 +195,7 @@ def _published_configs(
 
 
 def _is_hub_name(name: object) -> bool:
-    """Return whether a text may be the name of a model on the Hub, of which old ones have no
+    """Return whether a text may be the name of a model on the Hub. Names of old models have no
     owner."""
     return isinstance(name, str) and bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
 

@@ -74,7 +74,7 @@ class SmallRun:
             raise UserError(
                 f"'{self.folder}' has no finite {key} after its last step, {self.steps}: the "
                 "run has diverged, or its held-out text has no tokens; remove it, and change its "
-                "options or leave out its size"
+                "options or omit its size"
             )
         return losses[-1]
 
@@ -114,11 +114,11 @@ def _last_line(log: Path) -> str:
 
 
 def small_run(folder: Path, own: Sequence[str], words: Sequence[str]) -> SmallRun:
-    """Return a run with options of its `own` and `words` of all runs. Raise `UserError` if it has
-    no validation or checkpoints."""
+    """Return a run with its `own` options and the `words` of all runs. Raise `UserError` if the
+    run has no validation or no checkpoints."""
     from torchtitan.foresight.dial import cost_of, setting_of
 
-    # the cost of all runs is told at once
+    # the caller prints the cost of all runs at once
     all_words = ["--config", "dial", *own, "--predict=false", *words, "--dump_folder", str(folder)]
     config = configuration(all_words)
     if not (config.validator.enable and config.checkpoint.enable):
@@ -151,7 +151,7 @@ def described(run: SmallRun) -> list[str]:
 
 
 def total_cost(runs: Sequence[SmallRun]) -> str:
-    """Return the cost of all runs and of those that have not finished."""
+    """Return the cost of all runs and of the unfinished runs."""
     total = sum(run.cost.flops for run in runs)
     left = sum(run.cost.flops for run in runs if run.measured() is None)
     return f"{len(runs)} runs: {total:.3g} FLOPs, {left:.3g} of them left"

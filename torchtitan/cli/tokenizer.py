@@ -140,8 +140,8 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _files_in(folder: Path) -> dict[str, str]:
-    """Return the files of a tokenizer in a folder, such as those of a killed command, which may be
-    repeated; none if it does not exist. Raise `UserError` if it has others."""
+    """Return the tokenizer files in a folder: a killed command, which may be repeated, leaves some.
+    Return no files if the folder does not exist. Raise `UserError` if it has other files."""
     if not folder.exists():
         return {}
     paths = [path for path in folder.iterdir() if not path.name.endswith(durable.SUFFIX)]

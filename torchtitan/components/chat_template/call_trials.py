@@ -37,7 +37,7 @@ Arguments = Mapping[str, str]
 
 
 def find_calls(template: ChatTemplate, stops: Stops, tags: Sequence[Tags]) -> CallNotation | None:
-    """Return the notation of a template's calls; None if it writes none that can be read."""
+    """Return the notation of a template's calls; None if it writes no readable calls."""
     for content, as_text in itertools.product(("", None), (False, True)):
         trial = _Trial(template, stops, tags, content, as_text)
         found = trial.find()
@@ -47,7 +47,7 @@ def find_calls(template: ChatTemplate, stops: Stops, tags: Sequence[Tags]) -> Ca
 
 
 class _Turn(NamedTuple):
-    """What a template writes for a turn with calls."""
+    """The text that a template writes for a turn with calls."""
 
     text: str
     """Text after the prompt and its reasoning, without the stop."""
@@ -102,7 +102,7 @@ class _Trial:
         opening = _OPENING.search(lead)
         assert opening
         around = {piece for piece in pieces(lead + between + after) if piece.strip()}
-        # Words are no separators, and marks between name and arguments belong to the notation.
+        # Words are not separators; marks between name and arguments belong to the notation.
         around = {piece for piece in around if not piece.isalnum()}
         around |= {piece for piece in pieces(middle) if _MARK.fullmatch(piece)}
         pattern = loose(middle)
@@ -115,7 +115,7 @@ class _Trial:
             arguments=arguments,
             around=frozenset(around),
             before_name=None if turn.before is None else turn.before + lead,
-            after_name=middle.partition(_IDS[0])[0],  # each call has an id of its own
+            after_name=middle.partition(_IDS[0])[0],  # each call has its own id
         )
 
     def _begin(self, lead: str) -> tuple[str, str]:
@@ -156,7 +156,7 @@ class _Trial:
         if not (before_key.strip() and after_key.strip() and after_value.strip()):
             return None
         after = tail.removeprefix(after_value)
-        # The text after the last call has the end of all calls, too.
+        # The text after the last call also contains the end of all calls.
         end = _common_start(after, between.removeprefix(after_value)) if between else after
         return middle, KeyedArguments(before_key, after_key, after_value, end), after
 

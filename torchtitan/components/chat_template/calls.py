@@ -52,7 +52,7 @@ def new_call(name: str, arguments: Mapping[str, Any], id: str = "") -> Call:
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 DECODER = json.JSONDecoder(parse_constant=_no_number)
@@ -60,7 +60,7 @@ DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def decoded(text: str, at: int) -> tuple[Any, int] | None:
-    """Return the JSON value at a place, and its end; None if there is none."""
+    """Return the JSON value that begins at a place, and its end; None without such a value."""
     try:
         return DECODER.raw_decode(text, at)
     except (ValueError, RecursionError):
@@ -126,7 +126,7 @@ class CallMarks:
 
 
 def _as_object(value: object) -> dict[str, Any] | None:
-    """Return arguments, which may be JSON text; None if they are no object."""
+    """Return arguments, which may be JSON text; None if they are not an object."""
     if isinstance(value, str):
         try:
             value = DECODER.decode(value)
@@ -288,8 +288,9 @@ _PYTHON = {"True": True, "False": False, "None": None}
 
 
 def typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return the value of an argument that is written without quotes: its text if the schema wants
-    text, or the text is no JSON value of a type in the schema."""
+    """Return the value of an argument that is written without quotes: its text if the schema allows
+    only text or lists this text, if the text is neither JSON nor a constant of Python, or if the
+    schema allows text but not the type of the value."""
     names = _type_names(schema)
     allowed = {kind for name in names for kind in _TYPES.get(name, ())}
     if names == {"string"} or text in (schema.get("enum") or ()):

@@ -1,6 +1,6 @@
 """Replies in channels: messages of the assistant with a header, as gpt-oss writes them (harmony).
 
-A reply has the form `HEADER<|message|>TEXT<|end|><|start|>assistantHEADER<|message|>TEXT…`, where a
+A reply has the form `HEADER<|message|>TEXT<|end|><|start|>assistantHEADER<|message|>TEXT…`. The
 header names the channel (`<|channel|>analysis`: reasoning) and may have a recipient
 (`to=functions.NAME`: a call with JSON arguments). The model writes the recipient before or after
 the channel, with or without `<|constrain|>`.

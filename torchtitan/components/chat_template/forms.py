@@ -103,8 +103,8 @@ class Form:
 
     @property
     def words(self) -> str:
-        """Return what distinguishes the form from the messages as they are; empty if nothing
-        does."""
+        """Return the differences between the form and the messages as they are; empty without
+        differences."""
         words = [f"{name}={value}" for name, value in self.options]
         if self.reasoning in _PLACES:
             words.append(f"reasoning {_PLACES[self.reasoning]}")
@@ -148,7 +148,7 @@ class Traits:
 
 
 class Forms:
-    """The forms that a template may understand, and what it is known to write."""
+    """The forms that a template may understand, and facts about the text that it writes."""
 
     def __init__(self, template: ChatTemplate):
         self._template = template
@@ -277,7 +277,7 @@ class Forms:
             return self._template.render(messages, tools=PROBE_TOOLS, **known)
 
     def _header(self) -> str:
-        """Return what the template writes between a question and a finished answer."""
+        """Return the text that the template writes between a question and a finished answer."""
         text = self._finished(_ANSWER)
         return text.partition(_QUESTION)[2].rpartition(_ANSWER)[0]
 

@@ -16,7 +16,7 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0"}
 
 
 class LiteralError(ValueError):
-    """A text that is no literal."""
+    """A text that is not a literal."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from torchtitan.components.tokenizer import Tokenizer
 class ReplyFormat:
     """The parts of a template's replies.
 
-    Reasoning and calls are found by trial of the template. Calls that it does not write, or in a
-    notation that the trial cannot follow, stay in the text.
+    Reasoning and calls are found by trial of the template. Calls stay in the text if the template
+    does not write them, or writes them in a notation that the trial cannot follow.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer):
@@ -32,12 +32,12 @@ class ReplyFormat:
 
     @cached_property
     def calls(self) -> CallNotation | None:
-        """Notation of calls; None: the template writes none that can be read."""
+        """Notation of calls; None: the template writes no readable calls."""
         return find_calls(self._template, Stops(self._template, self._tokenizer), self.tags)
 
     @cached_property
     def unread_calls(self) -> str:
-        """What a user of tools must know about the calls of this template; empty if nothing."""
+        """Warning that calls in replies stay in their text; empty if they are read."""
         if self.calls is not None or not self._template.reads("tools"):
             return ""
         return (

@@ -45,7 +45,7 @@ class Report:
     format: str = ""
     rows: int = 0
     kept: int = 0
-    """Rows of which at least one sample is kept."""
+    """Rows with at least one kept sample."""
     samples: int = 0
     """Samples, at least as many as kept rows."""
     tokens: int = 0
@@ -129,7 +129,7 @@ class Report:
         """Yield the changes to rows and samples, with their counts."""
         for reason, counter in self.dropped.items():
             yield f"dropped, {reason}", counter
-        yield "samples left out of kept rows", self.left_out
+        yield "samples dropped from kept rows", self.left_out
         for part, counter in self.lost.items():
             yield f"without the {part}", counter
         for name, counter in self.unread_options.items():

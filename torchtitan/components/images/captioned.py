@@ -106,7 +106,7 @@ class CaptionFolder(Part):
             yield Row(where, dict(zip(columns, (str(path), text), strict=True)))
 
     def documents(self, on_read: OnRead) -> Iterator[Document]:
-        raise UserError(f"{self.name} is a folder of images, whose captions are no documents")
+        raise UserError(f"{self.name} is a folder of images, whose captions are not documents")
 
 
 def find_captions(dataset: str, split: str, format: CaptionFormat, cache_dir: str = "") -> Source:
@@ -122,8 +122,8 @@ def find_captions(dataset: str, split: str, format: CaptionFormat, cache_dir: st
 
 
 def _images_in(folder: Path) -> Iterator[Path]:
-    """Yield the images in a folder and its folders, without those whose own or folder's name begins
-    with a dot."""
+    """Yield the images in a folder and its folders, without images whose own or folder's name
+    begins with a dot."""
     for path in folder.rglob("*"):
         is_hidden = any(name.startswith(".") for name in path.relative_to(folder).parts)
         if path.suffix.lower() in SUFFIXES and not is_hidden:

@@ -54,15 +54,15 @@ class CaptionedImageDataLoader(PlacedLoader):
         tokenizer, T5 in text_encoder_2 and tokenizer_2), and an autoencoder in vae; without vae,
         the model is trained on pixels."""
         image_size: int = 512
-        """Height and width in pixels, if there are no buckets."""
+        """Height and width in pixels, without buckets."""
         buckets: list[str] = field(default_factory=list)
-        """Sizes of images in pixels, each as HEIGHTxWIDTH. An image gets the one whose ratio is
-        nearest to its own, and is scaled down and cut to it; smaller ones are skipped, and
+        """Sizes of images in pixels, each as HEIGHTxWIDTH. An image gets the size with the
+        nearest ratio, and is scaled down and cut to this size; smaller images are skipped, and
         counted. Empty: one square of image_size."""
         caption_column: str = "text"
         """Column with a caption."""
         caption_tokens: int = 512
-        """Tokens of a caption for T5; longer ones are cut, and counted."""
+        """Tokens of a caption for T5; longer captions are cut, and counted."""
         encoding_dtype: Literal["bfloat16", "float32"] = "bfloat16"
         """Type of the encoders, and of their results in the cache."""
 
@@ -220,8 +220,7 @@ class CaptionedImageDataLoader(PlacedLoader):
         return list(itertools.chain.from_iterable(bucket.names for bucket in self._buckets))
 
     def examples(self, most: int) -> Batch:
-        """Return the states of the captions of the first images of the first bucket that has
-        any."""
+        """Return the caption states of the first images of the first bucket with images."""
         bucket = next(bucket for bucket in self._buckets if len(bucket))
         samples = [bucket.sample(index) for index in range(min(most, len(bucket)))]
         return {

@@ -57,7 +57,7 @@ def encode(
     cache_dir: str = "",
     verify: bool = False,
 ) -> list[list[list[Shard]]]:
-    """Return the shards of each bucket of each dataset; encode those that are not in the cache."""
+    """Return the shards of each bucket of each dataset; encode shards that are not in the cache."""
     root = cache_root(cache_dir)
     identity = folder.identity(partial(file_digest, root))
     shards = list(_shards(sets))

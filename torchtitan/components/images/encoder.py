@@ -1,5 +1,5 @@
-"""Encoding of conversations with images: each image takes as many tokens as the model's processor
-gives it."""
+"""Encoding of conversations with images: the model's processor sets the number of tokens of each
+image."""
 
 import itertools
 from collections.abc import Sequence
@@ -146,7 +146,7 @@ class ImageTokens:
         trained = np.where(sources >= 0, wanted[sources], False)
         if trained.sum() != wanted.sum():
             raise BrokenSample(
-                "the text beside an image is trained, but its tokens depend on the image; with "
+                "the text next to an image is trained, but its tokens depend on the image; with "
                 "this model, train on turns of the assistant only"
             )
         return part._replace(ids=ids, trained=trained)
@@ -197,7 +197,7 @@ class ImageTokens:
             text = self._tokenizer.decode(old)
             [again] = self._tokenizer.tokenize([text], allow_special=True)
             if again != old or text.count(self._processor.token) != n_images:
-                raise BrokenSample("the text beside an image has other tokens if read again")
+                raise BrokenSample("the text next to an image has other tokens if read again")
             spans.append((first, last))
             new.append(self._processor.read(text, sizes, n_read))
             n_read += n_images
@@ -240,7 +240,7 @@ def encode_prompt(
     ids: Sequence[int],
     images: Sequence[ImageFile],
 ) -> tuple[list[int], ImageInputs]:
-    """Return what `expand_prompt` returns, and the images. Raise its errors."""
+    """Return the result of `expand_prompt`, and the images. Raise its errors."""
     expanded = expand_prompt(processor, tokenizer, ids, images)
     decoded = [image.decode() for image in images]
     inputs = ImageReader(processor).inputs([decoded], torch.from_numpy(expanded)[None])

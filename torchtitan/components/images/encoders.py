@@ -124,7 +124,7 @@ class EncoderFolder:
         return {**texts, **latents}
 
     def identity(self, digest: Callable[[Path], str]) -> list[object]:
-        """Return what determines the results: the content of the files, and the settings."""
+        """Return everything that determines the results: the content of files, and the settings."""
         folders = (*_TEXT_FOLDERS, *((_AUTOENCODER,) if self.has_autoencoder else ()))
         files = [path for name in folders for path in sorted((self.path / name).iterdir())]
         contents = [f"{p.parent.name}/{p.name} {digest(p)}" for p in files if p.is_file()]
@@ -177,7 +177,7 @@ class Encoders:
 
     @torch.no_grad()
     def __call__(self, captions: Sequence[str], pixels: np.ndarray) -> dict[str, Tensor]:
-        """Return what FLUX reads of captions and images, as diffusers' pipelines compute it.
+        """Return FLUX's inputs for captions and images, as diffusers' pipelines compute them.
 
         Args:
             captions: B texts.

@@ -108,8 +108,8 @@ def decoded(content: bytes) -> "Image.Image":
     Pillow does for colors of 16 bits; transformers makes all above 255 white. CMYK is converted as
     Pillow does, without color profiles.
 
-    Raise `BrokenSample` with the reason for other content, and for an image that is damaged, too
-    large, or one of several in its file.
+    Raise `BrokenSample` with the reason for other content, and for an image that is damaged, is
+    too large, or is one of several in its file.
     """
     with _opened(content) as image:
         return _to_rgb(_upright(image))

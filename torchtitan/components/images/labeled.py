@@ -115,8 +115,8 @@ def rows_of(dataset: str, split: str, image_columns: Sequence[str], cache_dir: s
 
 
 def _images_in(folder: Path) -> Iterator[Path]:
-    """Yield the images in the folders of a folder, without those whose own or folder's name begins
-    with a dot: previews and copies that programs leave."""
+    """Yield the images in the folders of a folder, without images whose own or folder's name
+    begins with a dot: previews and copies that programs leave."""
     for of_class in os.scandir(folder):
         if of_class.is_dir() and not of_class.name.startswith("."):
             for name in os.listdir(of_class.path):

@@ -72,7 +72,7 @@ def _has_torchvision() -> bool:
 
 
 def back_end_of(image_processor: object) -> str:
-    """Return what computes an image processor's pixels, pillow or torchvision."""
+    """Return the back end that computes an image processor's pixels, pillow or torchvision."""
     bases = [base.__name__ for base in type(image_processor).__mro__]
     return "torchvision" if "TorchvisionBackend" in bases else "pillow"
 
@@ -113,7 +113,7 @@ def _check_parts(cls: Any) -> None:
     if others := [name for name in parts if name.endswith("_tokenizer")]:
         raise UserError(
             f"{cls.__name__} has a second tokenizer, {others[0]}: what its model sees in an image "
-            "depends on the text beside it, which is not supported; train a model of another type"
+            "depends on the text next to it, which is not supported; train a model of another type"
         )
 
 

@@ -1,4 +1,4 @@
-"""Rows of a dataset as pixels of a few sizes and a text each; what is left out is counted."""
+"""Rows of a dataset as pixels of a few sizes and a text each; skipped rows are counted."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -114,7 +114,7 @@ class PixelRows:
         except BrokenSample as error:
             if not self.drops_broken:
                 raise UserError(
-                    f"{row.where}: {error}; repair or remove it, or leave out such rows: "
+                    f"{row.where}: {error}; repair or remove it, or drop such rows: "
                     "--dataloader.broken drop"
                 ) from error
             self.broken.add(row.where, str(error))
@@ -122,8 +122,8 @@ class PixelRows:
 
 
 def nearest(sizes: Sequence[Size], size: Size) -> int:
-    """Return the index of the size whose ratio of height and width is nearest to that of `size`, in
-    its logarithm; the first of several."""
+    """Return the index of the size whose ratio of height and width is nearest to the ratio of
+    `size`, in logarithms; the first of several."""
     wanted = math.log(size[0] / size[1])
     return min(range(len(sizes)), key=lambda n: abs(math.log(sizes[n][0] / sizes[n][1]) - wanted))
 

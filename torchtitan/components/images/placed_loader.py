@@ -27,7 +27,7 @@ ImageAt = Callable[[int], tuple[int | None, Sample]]
 
 
 class PlacedLoader(BaseDataLoader):
-    """Images, each with noise and uniform random numbers of its own.
+    """Images, each with its own noise and uniform random numbers.
 
     The n-th batch of rank r of R has B images, from place n R B + r B of the run. The random
     numbers depend on the seed and the place, so a batch is the same for any number of ranks, after

@@ -80,16 +80,17 @@ class ImageProcessor:
     """Name → ids of tokens of type 1, of each further argument of the class for types of tokens."""
     joins_text: bool
     """True if the text in the place of an image begins or ends with ordinary text, such as the line
-    breaks of Gemma 3, or if the processor changes the text beside an image. Token ids then depend
-    on the text around it: `read` the text, instead of putting `expansions` into token ids."""
+    breaks of Gemma 3, or if the processor changes the text next to an image. Token ids then
+    depend on the text around the image: `read` the text, instead of putting `expansions` into token
+    ids."""
 
     @classmethod
     def from_folder(
         cls, folder: str | Path, tokenizer: Tokenizer, back_end: BackEnd = "auto"
     ) -> "ImageProcessor":
-        """Open the processor of a folder, and try it with two small images. `tokenizer` is that of
-        the run. Raise `UserError` if files or packages are missing, if the processor does not have
-        the back end, or if it cannot be used."""
+        """Open the processor of a folder, and try it with two small images. `tokenizer` is the
+        tokenizer of the run. Raise `UserError` if files or packages are missing, if the processor
+        does not have the back end, or if it cannot be used."""
         folder = Path(folder)
         names = (*CONFIGS, *OPTIONAL_CONFIGS)
         files = {name: folder / name for name in names if (folder / name).is_file()}
@@ -157,9 +158,9 @@ class ImageProcessor:
         return list(texts)
 
     def read(self, text: str, sizes: Sequence[Size], first: int) -> list[int]:
-        """Return the token ids of a part of a sample with images of `sizes`, and those of its
-        images, from the `first` on, in the place of their placeholders. Raise `UserError` for sizes
-        that the processor refuses."""
+        """Return the token ids of a part of a sample with images of `sizes`. The ids of the part's
+        images, from the `first` on, replace their placeholders. Raise `UserError` for sizes that
+        the processor refuses."""
         before, *others = text.split(self.token)
         if self._rewrites:
             images = _blank_images(sizes[first : first + len(others)])

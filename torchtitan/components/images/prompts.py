@@ -55,7 +55,7 @@ class ImagePromptEncoder(PromptRowEncoder):
 
 
 class _ImagePrompts:
-    """What a loader of prompts with images has for methods that sample their answers."""
+    """Base of loaders of image prompts for methods that sample their answers."""
 
     config: Any
     _tokenizer: Tokenizer

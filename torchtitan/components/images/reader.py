@@ -40,8 +40,8 @@ class ImageReader:
         )
 
     def check(self, tokens: Sequence[int], images: Sequence[ImageFile]) -> None:
-        """Raise `UserError` if tokens do not contain those of `images`, and no others of images:
-        the model could not compute them."""
+        """Raise `UserError` unless `tokens` has the number of image tokens that `images` need: the
+        model cannot compute another number."""
         image_ids = self.image_ids
         n_found = sum(token in image_ids for token in tokens)
         sizes = [(image.width, image.height) for image in images]

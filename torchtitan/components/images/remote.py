@@ -113,8 +113,8 @@ class RemoteImages:
 
 
 class _Deadline:
-    """Ends the connections that this thread opens in the block, also those after redirections, when
-    `_MOST_SECONDS` have passed: timeouts of sockets begin again at each byte."""
+    """Ends the connections that this thread opens in the block, also after redirections, when
+    `_MOST_SECONDS` have passed: timeouts of sockets restart at each byte."""
 
     def __enter__(self) -> "_Deadline":
         self._until = time.monotonic() + _MOST_SECONDS

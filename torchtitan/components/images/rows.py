@@ -111,7 +111,7 @@ def rows_with_images(
 
 
 def remote_images(cache_dir: str) -> RemoteImages:
-    """Return what fetches images behind URLs, into the folder `fetched` of a `cache_root`."""
+    """Return a downloader of images from URLs into the folder `fetched` of a `cache_root`."""
     return RemoteImages(cache_root(cache_dir) / "fetched")
 
 
@@ -161,7 +161,7 @@ def _name_of(image: object) -> str:
 
 
 def _prefetch(format: RowFormat, opener: ImageOpener, rows: Sequence[Mapping[str, object]]) -> None:
-    """Fetch the remote images of rows. Those that a function of the user makes are fetched when its
+    """Fetch the remote images of rows. Images from a function of the user are fetched when their
     row is converted."""
     references: list[object] = []
     for row in rows:
@@ -300,7 +300,7 @@ def _add_common(images: _Images, chosen: _Images, rejected: _Images) -> None:
         return
     if images.of_parts or chosen != rejected:
         raise BrokenSample(
-            "chosen and rejected have different images, or images besides those of the prompt; "
+            "chosen and rejected have different images, or images besides the prompt's images; "
             "only the common prompt may have images"
         )
     images.of_parts, images.indices = chosen.of_parts, chosen.indices
@@ -374,7 +374,7 @@ def _place(messages: list[Message], images: _Images) -> list[Any]:
         )
     if sorted(numbers) != list(range(len(images.of_parts))):
         raise BrokenSample(
-            "its text contains the characters U+F49E1 and U+F49E2, which stand for images here; "
+            "its text contains the characters U+F49E1 and U+F49E2, which mark images here; "
             "remove them"
         )
     if not places:
@@ -405,8 +405,8 @@ def _places_in(message: Message) -> Iterator[re.Match[str]]:
 
 
 def _references(places: list[re.Match[str]], images: _Images) -> list[object]:
-    """Return the image of each place. Raise `BrokenSample` unless the column's images are those of
-    the places without an image of their own."""
+    """Return the image of each place. Raise `BrokenSample` unless the column has an image for
+    each place without its own image, and no others."""
     numbers = [int(place[1]) if place[1] else None for place in places]
     without = [n for n in numbers if n is None or images.of_parts[n] is None]
     n_column = len(images.of_column)

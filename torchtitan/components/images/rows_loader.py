@@ -30,15 +30,15 @@ def processor_of(tokenizer: Tokenizer, back_end: BackEnd = "auto") -> ImageProce
 
 
 ROWS_OF_STREAM = 256
-"""Rows of a buffer of streams by default: it holds their images as they are stored."""
+"""Default rows in a buffer of streams, which holds the images as they are stored."""
 
 WHITE_SIZE = 512
 """Width and height of the images of a dry run, in pixels."""
 
 
 def white_images(processor: ImageProcessor, n_tokens: int) -> ImageInputs:
-    """Return as many white images of `WHITE_SIZE` x `WHITE_SIZE` pixels as `n_tokens` tokens hold,
-    at least one."""
+    """Return white images of `WHITE_SIZE` x `WHITE_SIZE` pixels: as many as fit into `n_tokens`
+    tokens, at least one."""
     from PIL import Image
 
     [ids] = processor.expansions([(WHITE_SIZE, WHITE_SIZE)])

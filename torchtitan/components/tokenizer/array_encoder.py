@@ -1,4 +1,4 @@
-"""Token ids of many texts as arrays, by the library gigatoken where its ids equal those of
+"""Token ids of many texts as arrays, from the library gigatoken if its ids equal the ids of
 `Tokenizer.tokenize`."""
 
 import contextlib

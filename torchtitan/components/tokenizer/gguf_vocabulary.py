@@ -248,8 +248,8 @@ def _rule(part: Mapping[str, Any]) -> str:
 
 
 def _sentencepiece(document: Mapping[str, Any], n_rows: int) -> dict[str, Any]:
-    """Return the keys of a BPE of SentencePiece: pieces with scores, of which llama.cpp joins any
-    two that are a piece together, the best score first. It reads a score for every row."""
+    """Return the keys of a BPE of SentencePiece: pieces with scores. llama.cpp joins any two
+    pieces that are a piece together, the best score first, and reads a score for every row."""
     model = document["model"]
     vocab = model["vocab"]
     missing = [f"<0x{byte:02X}>" for byte in range(256) if f"<0x{byte:02X}>" not in vocab]

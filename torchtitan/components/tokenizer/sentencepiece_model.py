@@ -205,7 +205,7 @@ def _check_ids(path: Path, tokenizer: Any, reference: Any, model: Any) -> None:
         if ids != expected:
             raise UserError(
                 f"'{path}' cannot be converted to tokenizer.json: the ids of {text[:60]!r} would "
-                "differ from those of the library sentencepiece; use the model's tokenizer.json"
+                "differ from the ids of the library sentencepiece; use the model's tokenizer.json"
             )
     tokenizer.encode_special_tokens = False
 

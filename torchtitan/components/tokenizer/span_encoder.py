@@ -34,7 +34,7 @@ class TokenSpans(NamedTuple):
 class SpanEncoder:
     """Encodes texts with special tokens like `Tokenizer.tokenize_with_offsets`, but faster if the
     tokens of the tokenizer are pieces of a text's bytes: `ArrayEncoder` then gives the ids, and the
-    lengths of the tokens their characters. Texts of which a token has other bytes, such as after a
+    lengths of the tokens their characters. Texts with a token of other bytes, such as after a
     change by a normalizer, and all texts for other tokenizers, are encoded by the tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer):

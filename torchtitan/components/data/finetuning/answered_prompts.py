@@ -40,7 +40,7 @@ class AnsweredPromptEncoder(RowEncoder):
 
 
 def _answered(sample: Sample) -> Conversation | BrokenSample:
-    """Return a conversation of which the last turn is trained, whatever weights its row has."""
+    """Return a conversation whose last turn is trained, regardless of the weights in its row."""
     if not isinstance(sample, Conversation) or sample.messages[-1]["role"] != "assistant":
         return BrokenSample(
             "the row must be a conversation that ends with an answer of the assistant"

@@ -133,8 +133,8 @@ class Prompt:
     """All columns of the row."""
 
     def answer_and_row(self) -> str:
-        """Return answer and row as JSON, which reward functions get; what it has no type for, such
-        as a date, becomes text."""
+        """Return answer and row as JSON for reward functions. Values that JSON has no type for,
+        such as dates, become text."""
         return json.dumps([self.answer, self.row], default=str)
 
 

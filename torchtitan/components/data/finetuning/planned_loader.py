@@ -141,8 +141,8 @@ class PlannedDataLoader(TokenizingDataLoader):
         core, at most 8. Their number does not change samples or order."""
         stream: Literal["none", "all"] = "none"
         """Datasets on the Hugging Face Hub to read and encode during training: all, or none, which
-        copies them first. Local data beside streams is read in the same way, and each dataset once
-        per epoch, unless they have weights."""
+        copies them first. Local data next to streams is read in the same way, and each dataset
+        once per epoch, unless the datasets have weights."""
         shuffle_buffer: int = 4096
         """Rows of a stream that are shuffled and packed together, for each rank and worker."""
         sampler: Sampler.Config = field(default_factory=ShuffleSampler.Config)
@@ -263,8 +263,8 @@ class PlannedDataLoader(TokenizingDataLoader):
 
         def rows(self) -> list[tuple[Any, RowFormat]]:
             """Return the source and row format of each dataset that is not prepared. A source is a
-            `Source` or, with `stream`, maybe a `StreamSource`. Raise `UserError` if either is
-            unknown, or for prepared data beside streams."""
+            `Source` or, with `stream`, maybe a `StreamSource`. Raise `UserError` if the
+            source or format is unknown, or for prepared data with `stream`."""
             prepared = [name for name in self.dataset if find_prepared(name, CHAT_DATASETS)]
             if prepared and self.stream == "all":
                 raise UserError(

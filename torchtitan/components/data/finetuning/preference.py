@@ -264,7 +264,7 @@ def _untrained(part: EncodedSample) -> EncodedSample:
 
 
 def mismatched_batch(windows: Sequence[Sequence[EncodedRow]], n_positions: int) -> Batch:
-    """Return what `AnswerDataLoader` adds to a batch, from the results of `mismatch`."""
+    """Return the values that `AnswerDataLoader` adds to a batch, from the results of `mismatch`."""
     import torch
 
     samples = [[row.parts[0] for row in window] for window in windows]

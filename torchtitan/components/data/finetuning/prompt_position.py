@@ -8,16 +8,16 @@ from torchtitan.components.data.finetuning.samples import Windows, pack_windows
 
 
 class PromptPosition:
-    """What a loader of prompts has for methods that sample their answers; the first base of a
-    loader."""
+    """Base of prompt loaders for methods that sample their answers; it comes first in the list of
+    bases."""
 
     packs_answers: ClassVar[bool] = True
     """True if a window may hold several prompts with their answers."""
     _held: Any = None
 
     def hold(self, position: Any) -> None:
-        """Let `position` be this one, which `read_position` returned, while further batches are
-        read ahead of their steps."""
+        """Keep `position` at this value of `read_position` while further batches are read ahead of
+        their steps."""
         self._held = position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -25,7 +25,7 @@ class PromptPosition:
         super().load_state_dict(state)  # type: ignore[misc]
 
     def image_reader(self) -> Any:
-        """Return what reads the images of prompts for the model; None if they are text."""
+        """Return the reader of prompt images; None if prompts are text."""
         return None
 
     def answer_batch_maker(self) -> Callable[[Windows, int], Batch]:

@@ -176,8 +176,8 @@ class Renderings:
         return row
 
     def rest(self, turn: Turn) -> str:
-        """Return what the template writes after a turn in the whole conversation; empty if it
-        rewrites the turn."""
+        """Return the text that the template writes after a turn in the whole conversation; empty
+        if the template rewrites the turn."""
         try:
             whole = self.render(len(self.messages), turn.form, prompted=False)
         except UserError:
@@ -388,8 +388,8 @@ class Renderings:
         return self._plain(messages, form)
 
     def _header(self, number: int, form: Form, prompt: str | None = None) -> str | None:
-        """Return the text before the content of message `number`; with a prompt, what both have in
-        common, which ends before markup that differs."""
+        """Return the text before the content of message `number`; with a prompt, the start that
+        this text and the prompt share, which ends before markup that differs."""
         message = self.messages[number]
         if prompt is None:
             # Some templates write no content next to calls.
@@ -423,7 +423,7 @@ class Renderings:
                 "remove it"
             )
         if token := self._missing_beginning(number, finished, form):
-            return f"calls without {token!r}, with which it begins those of a first answer"
+            return f"calls without {token!r}, which begins the calls of a first answer"
         reasoning, content = message.get(REASONING), message.get("content")
         texts = [text for text in (reasoning, content) if isinstance(text, str) and text]
         if any(finished.count(text) > 1 for text in texts):

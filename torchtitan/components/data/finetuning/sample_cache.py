@@ -120,12 +120,12 @@ class SampleCache:
 
 
 def name_of(location: str | Sequence[Any]) -> str:
-    """Return the name of a sample at a location of `EncodedBatch`; see `SampleCache.describe`."""
+    """Return the name of a sample from a location in `EncodedBatch`; see `SampleCache.describe`."""
     return location if isinstance(location, str) else f"{location[0]}, sample {location[1]}"
 
 
 def row_of(location: str | Sequence[Any]) -> str:
-    """Return the location of the row of a sample at a location of `EncodedBatch`."""
+    """Return the location of a sample's row from the sample's location in `EncodedBatch`."""
     return location if isinstance(location, str) else str(location[0])
 
 

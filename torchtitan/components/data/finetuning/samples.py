@@ -179,7 +179,7 @@ class LengthFilteredDataset:
 def count_too_long(
     report: Report, row: str, dropped: Sequence[tuple[str, Dropped]], *, is_kept: bool
 ) -> None:
-    """Correct a report that has counted all samples of a row, of which a limit drops some.
+    """Correct a report that has counted all samples of a row, although a limit drops some.
 
     Args:
         row: location of the row.

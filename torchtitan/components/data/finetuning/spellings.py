@@ -639,7 +639,7 @@ def _take_refusal(message: Turn) -> None:
 
 
 def _take_calls(message: Turn) -> None:
-    """Convert the calls of a message, or those between tags at the end of its content."""
+    """Convert the calls of a message, or the calls between tags at the end of its content."""
     calls = message.get("tool_calls")
     if calls in (None, "", []):
         content = message.get("content")

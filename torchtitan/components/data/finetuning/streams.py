@@ -69,7 +69,7 @@ class RowKind(Protocol):
 
 
 class RowsConfig(Protocol):
-    """The configuration of rows: what streams need of `PlannedDataLoader.Config`."""
+    """The configuration of rows: the part of `PlannedDataLoader.Config` that streams use."""
 
     @property
     def loader(self) -> type[RowKind]: ...
@@ -126,13 +126,13 @@ class RowWindows:
         return config.length_limit(self.loader.max_length(self.seq_len))
 
     def pack(self, rows: Sequence[EncodedRow]) -> list[np.ndarray]:
-        """Return the indices of the rows of each window."""
+        """Return the row indices of each window."""
         sizes = np.array([self.loader.positions_of(row) for row in rows], np.int64)
         packing = PACKINGS[getattr(self.config, "packing", "none")]
         return packing(sizes, self.loader.positions_of_window(self.seq_len))
 
     def key(self) -> list[Any]:
-        """Return what windows depend on besides their rows, as JSON-serializable values."""
+        """Return the settings that windows depend on, as JSON-serializable values."""
         config = self.config
         encoder = config.encoder(self.tokenizer, self.template)
         filters = dataclasses.asdict(config.filters())
@@ -193,8 +193,8 @@ class RowStreamFeed(StreamFeed):
             self._log(report)
 
     def _end_without_samples(self, report: Report) -> None:
-        """Raise the error that no rows are left, or warn if they are one reader's part only, and it
-        may have other datasets to go on with."""
+        """Raise the error that no rows are left. Warn instead if this reader has only a part of
+        the rows and may continue with other datasets."""
         self.dropped = no_rows_left_error(self.name, report, warnings_of(report, self._limit))
         if self.n_nodes == 1 or not self.dataset.reads_whole_epochs:
             raise self.dropped
@@ -239,7 +239,7 @@ class RowStreamFeed(StreamFeed):
             count_too_long(report, where, dropped, is_kept=is_kept)
 
     def _packed(self, samples: list[EncodedRow], epoch: int, block: int) -> list[np.ndarray]:
-        """Return the indices of the samples of each window, in the order of training."""
+        """Return the sample indices of each window, in the order of training."""
         order = self.dataset.order
         if not order.shuffle:
             return sorted(self.dataset.rows.pack(samples), key=lambda window: int(window.min()))
@@ -308,7 +308,7 @@ class PackedRows(PackedStream):
 
 
 class RowStreamBatches(StreamBatches):
-    """Batches of rows from streams, and local data beside them; see `StreamBatches`."""
+    """Batches of rows from streams, also mixed with local data; see `StreamBatches`."""
 
     def __init__(
         self,
@@ -345,9 +345,9 @@ class RowStreamBatches(StreamBatches):
 
 class RowStreamDataLoader(WindowsDataLoader):
     """Rows of streams, encoded, filtered and packed during training: `--dataloader.stream all`.
-    Built by the configuration of the loader of the same rows without streams, whose batches have
-    the same form. Datasets take turns by their weights, window by window; without weights, by the
-    sizes of their files, and each is read once per epoch."""
+    The configuration of the rows builds this loader or one without streams; the batches of both
+    have the same form. Datasets take turns by their weights, window by window; without weights, by
+    the sizes of their files, and each dataset is read once per epoch."""
 
     config: Any
     """A `PlannedDataLoader.Config`."""

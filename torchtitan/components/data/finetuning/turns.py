@@ -52,7 +52,7 @@ class _Rank(NamedTuple):
     is_unseen: bool
     """True if the prompt lacks the system message or the tools."""
     kind: int
-    """Place of the form's way and options among those tried."""
+    """Place of the form's way and options in the order of trials."""
     n_missing: int
     """Parts of earlier turns that the prompt lacks, although another form may write them."""
 
@@ -242,8 +242,8 @@ class TurnFinder:
                 f"{self._template.name} does not continue its generation prompt in some finished "
                 "turns: they are trained after it, with "
                 f"{form.tags.inner + form.tags.close + form.tags.after!r} after the reasoning "
-                "(also if there is none); this whitespace is a guess, since no rendering of the "
-                "template shows it"
+                "(also in turns without reasoning); this whitespace is a guess, since no rendering "
+                "of the template shows it"
             )
         for what in turn.unseen:
             self._warn_once(f"{self._template.name} does not write the {what} of the prompt")

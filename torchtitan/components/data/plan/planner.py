@@ -214,8 +214,8 @@ class Planner:
             pass
 
     def set_weights(self, weights: Sequence[float]) -> None:
-        """Replace the weights from the next window on. Raise `UserError` if there are none, or with
-        `epochs`, whose end they would move."""
+        """Replace the weights from the next window on. Raise `UserError` if the data has no
+        weights, or has `epochs`, whose end new weights would move."""
         check_can_set_weights(self._weighted, self.epochs)
         self._mixture.set_weights(weights)
 

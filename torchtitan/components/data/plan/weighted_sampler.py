@@ -1,4 +1,4 @@
-"""Samplers that draw some samples more often than others, by what training has shown of them."""
+"""Samplers that draw some samples more often than others, by their results in training."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

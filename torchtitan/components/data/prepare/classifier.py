@@ -20,13 +20,13 @@ _CHARACTERS = 1 << 20
 """Characters of a document that count, from its start."""
 
 _MOST_BYTES = 1 << 28
-"""Of examples of a kind that are read, evenly over all of them."""
+"""Maximum bytes of examples of one kind that are read, evenly over all of them."""
 
 _BATCH = 1 << 22
 """Characters that are hashed at a time."""
 
 _HELD_OUT = 10
-"""One of so many examples is not trained, but measures the classifier."""
+"""One example in this many is not trained, but measures the classifier."""
 
 _LEAST = 20
 _PASSES = 5

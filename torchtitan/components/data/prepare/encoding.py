@@ -148,8 +148,8 @@ def document_encoding(
     filters: FilterConfig | None = None,
     classifier: Classifier | None = None,
 ) -> Encoding:
-    """Return the encoding of documents as a token cache, without those that the filters drop, with
-    the scores of a classifier."""
+    """Return the encoding of documents as a token cache, without documents that the filters drop,
+    with the scores of a classifier."""
     applied, dtype = filters or FilterConfig(), token_cache.token_dtype(tokenizer)
     encoder = ArrayEncoder(tokenizer)
 

@@ -100,7 +100,7 @@ class Preparation:
     near_duplicates: Bands | None = None
     """Remove documents that are similar to an earlier document of any source."""
     keep_best: float | None = None
-    """Fraction of the other documents to keep, those with the highest scores. None: all."""
+    """Fraction of the other documents to keep, best scores first. None: all."""
 
     @cached_property
     def sources(self) -> Sequence[Source]:

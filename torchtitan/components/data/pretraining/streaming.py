@@ -83,7 +83,7 @@ class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
     Args:
         sets: streams, and in a mixture also local data.
         weights: share of each set in the windows; empty: each is read once per epoch.
-        sizes: size of each set, in any unit, by which sets without weights take turns; empty for
+        sizes: size of each set, in any unit: without weights, sets take turns by size. Empty for
             one set.
     """
 
@@ -111,7 +111,7 @@ class PackedStream(IterableDataset[Batch | UserError | RunFailure]):
 
     @property
     def reads_whole_epochs(self) -> bool:
-        """Whether a set that has been read waits for others."""
+        """True if a set that has been read waits for the others."""
         return not self.weights and len(self.sets) > 1
 
     def turns(self) -> WeightedTurns | WholeEpochs:
@@ -137,7 +137,7 @@ class Feed(Protocol):
     """Windows of one dataset for one node."""
 
     dropped: UserError | None
-    """Why none of the node's part of the dataset is left, if others of the mixture may go on."""
+    """Error that none of the node's part is left, if other datasets of the mixture may continue."""
 
     def beginning(self, epoch: int) -> Any:
         """Return the position at the beginning of an epoch."""
@@ -163,7 +163,7 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         return {**self._turns.state_dict(), "positions": list(self._positions)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a position; that of one stream may also be its own, as it once was saved."""
+        """Restore a position; earlier versions saved the position of one stream instead."""
         first = self._dataset.order.first_epoch
         self._positions = [
             feed.beginning(first) if position is None else position
@@ -203,13 +203,13 @@ class PackedStreamIterator(Iterator[Batch | UserError | RunFailure]):
         return self._dataset.make_batch(samples)
 
     def _end(self, number: int) -> None:
-        """Let a dataset that has been read wait for the others, if it is to be read again."""
+        """Note that a dataset has no windows left. Begin the next epoch once all datasets end."""
         if (epoch := self._turns.end(number)) is not None:
             self._positions = [feed.beginning(epoch) for feed in self._feeds]
             self._open()
 
     def _check_dropped(self) -> None:
-        """Raise the error of a dataset of which all was dropped, if no other one had windows."""
+        """Raise the error of a dataset that was dropped entirely, if no dataset had windows."""
         errors = [feed.dropped for feed in self._feeds if feed.dropped is not None]
         if errors and self._turns.is_empty:
             raise errors[0]
@@ -372,12 +372,12 @@ class StreamFeed:
         return self.source.open()
 
     def items(self, rows: Any) -> Any:
-        """Return what `encode` takes, for the columns of a block of rows, or its table."""
+        """Return the input of `encode` for the columns of a block of rows, or for its table."""
         column, where = self.source.text_column, f"dataset {self.source.name!r}"
         return [check_text(text, column, where) for text in rows[column]]
 
     def encode(self, texts: list[Any]) -> Sequence[Any]:
-        """Return the tokens of each document; None for one without any."""
+        """Return the tokens of each document; None for a document without tokens."""
         encoder = self.dataset.encoder
         visible = [text if text.strip() else "" for text in texts]
         encoded = twice_if_different(lambda: encoder.encode_documents(visible, *self._wrapping))
@@ -473,7 +473,7 @@ class StreamBatches(BatchIterator):
 
     @cached_property
     def _sizes(self) -> list[int]:
-        """Bytes of each set, by which sets without weights take turns."""
+        """Bytes of each set: without weights, sets take turns by size."""
         is_needed = len(self._sets) > 1 and not self._weights
         return [one.n_bytes() for one in self._sets] if is_needed else []
 
@@ -599,8 +599,8 @@ class StreamBatches(BatchIterator):
         return f"{source.name} ({source.split}), {documents}{in_epoch} {reader}"
 
     def _reader(self, number: int) -> tuple[int, str]:
-        """Return the place of a document or row, from 0, among those of its reader, and the reader
-        in words."""
+        """Return the place of a document or row in its reader's part, from 0, and the reader in
+        words."""
         workers_per_rank = max(1, self._layout.num_workers)
         place, node = divmod(number, self._layout.dp_world_size * workers_per_rank)
         rank, worker = divmod(node, workers_per_rank)

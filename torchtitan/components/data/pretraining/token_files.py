@@ -43,7 +43,7 @@ _BLOCK = 1 << 22
 
 @dataclass
 class TokenFile:
-    """A file of tokens, the last of which ends with the file. Raise `UserError` if it is cut."""
+    """A file of tokens up to its end. Raise `UserError` if the last token is cut."""
 
     path: Path
     dtype: str

@@ -75,7 +75,7 @@ class WholeEpochs:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all datasets ended without a window in an epoch."""
+        """True if all datasets ended without a window in an epoch."""
         return len(self._waiting) == len(self._sizes)
 
     def next_set(self) -> int | None:

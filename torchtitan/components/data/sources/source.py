@@ -163,7 +163,7 @@ _PREFERENCES = _Embedded(chats.Preferences, chats.VERSION, "")
 D = TypeVar("D", HubDataset, ChatDataset)
 
 SIZED_FILES = 16
-"""Files whose sizes tell that of a stream."""
+"""Number of files whose sizes serve to estimate the size of a stream."""
 
 
 @dataclass
@@ -335,8 +335,8 @@ class StreamSource:
         check_text(first[self.text_column], self.text_column, f"dataset {self.name!r}")
 
     def first_row(self, open_stream: Callable[[], Any]) -> dict[str, Any]:
-        """Return the first row of `open` or `open_rows`. Raise `UserError` if it cannot be read, or
-        there is none."""
+        """Return the first row of `open` or `open_rows`. Raise `UserError` if the row cannot be
+        read or does not exist."""
         try:
             first: dict[str, Any] | None = next(iter(open_stream()), None)
         except UserError:

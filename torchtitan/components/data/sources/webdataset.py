@@ -32,7 +32,7 @@ _IMAGE_COLUMNS = ("image", "images")
 
 _META = re.compile(r"__[^/]*__($|/)")
 _MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
-"""Names of members that webdataset skips, and of those that it reads: a sample and a kind."""
+"""Names of members that webdataset skips, and of members that it reads: a sample and a kind."""
 
 
 class Member(tarfile.TarInfo):
@@ -141,9 +141,9 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 def _with_images(
     values: dict[str, Any], members: Mapping[str, dict[str, Any]]
 ) -> dict[str, object]:
-    """Return columns with the images of members: those that a column of images names, otherwise all
-    as the column `images`, numbers in their kinds in order. Raise `ValueError` for a name that is
-    no member's."""
+    """Return columns with the images of members: the images that a column names, otherwise all as
+    the column `images`, numbers in their kinds in order. Raise `ValueError` for a name of no
+    member."""
     images = [members[kind] for kind in sorted(members, key=_with_numbers)]
     if not images:
         return values
