@@ -111,8 +111,8 @@ class CheckpointConfig(Configurable.Config):
 
     @property
     def criterion(self) -> Criterion:
-        """What `keep_best` compares. Raises `UserError` if the name of `best_metric` does not tell
-        whether lower or higher is better."""
+        """The metric that `keep_best` compares. Raises `UserError` if the name of `best_metric`
+        does not tell whether lower or higher is better."""
         if not self.keep_best:
             return Criterion()
         sign = sign_of(

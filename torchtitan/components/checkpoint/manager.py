@@ -390,7 +390,7 @@ class CheckpointManager(Configurable):
             if name not in names:
                 hint = suggest(name, names) or f"; the states are {', '.join(names)}"
                 raise UserError(
-                    f"--checkpoint.exclude_from_loading: there is no state {name!r}{hint}"
+                    f"--checkpoint.exclude_from_loading: this run has no state {name!r}{hint}"
                 )
         if self.config.last_save_in_hf and not can_export:
             raise UserError(

@@ -69,7 +69,7 @@ class Marker:
     """Name of the number that `keep_best` compares, unless it is the validation loss."""
 
     best_value: float | None = None
-    """That number at `step`."""
+    """Value of `best_metric` at `step`."""
 
     best_goal: str = ""
     """Direction of better numbers (min or max)."""
@@ -96,14 +96,14 @@ class Marker:
 
     @property
     def criterion(self) -> "Criterion":
-        """What `keep_best` compared when the checkpoint was saved."""
+        """The metric that `keep_best` compared when the checkpoint was saved."""
         return Criterion(self.best_metric, self.best_goal) if self.best_metric else Criterion()
 
 
 @dataclasses.dataclass(frozen=True)
 class Criterion:
-    """What `keep_best` compares: a number of validation or evaluation, and whether lower (min) or
-    higher (max) is better."""
+    """The metric that `keep_best` compares, from validation or evaluation, and whether lower (min)
+    or higher (max) is better."""
 
     metric: str = VALIDATION_LOSS
 

@@ -54,8 +54,8 @@ class StartDecision:
     """Names of the checkpoints when they were listed."""
 
     def still_holds(self, folder: Folder) -> bool:
-        """Return whether the run's `folder` has checkpoints with the same names. Reads none of
-        them."""
+        """Return whether the run's `folder` has checkpoints with the same names. Reads no
+        checkpoint."""
         with os_errors_as(f"the checkpoints in {folder} cannot be read"):
             return catalog.names_in(folder) == self.names
 

@@ -21,8 +21,8 @@ _NUMBERED = re.compile(r"model-(\d+)-of-(\d+)\.")
 
 
 def weights_in(folder: Path) -> list[Path]:
-    """Return torchtune's files of one model in `folder`. Raise `UserError` if it has those of
-    several, or not all of one."""
+    """Return torchtune's files of one model in `folder`. Raise `UserError` if it has files
+    of several models, or not all files of one."""
     found = sorted(
         file
         for pattern in WEIGHTS

@@ -37,7 +37,7 @@ def encode_question(
     processor: ImageProcessor | None,
 ) -> tuple[list[int], list[ImageFile]]:
     """Return the tokens of a question as a user's message, and its images, whose paths are relative
-    to `folder`. Raise `UserError` if they cannot be read; without a processor, there are none."""
+    to `folder`; no images without a processor. Raise `UserError` if they cannot be read."""
     row = {"query": question.query, **question.images}
     form = find_format(list(row), AUTO, {}, "prompt")
     try:

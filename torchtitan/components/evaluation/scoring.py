@@ -47,13 +47,13 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """This process's share of work that several processes divide and then have the results of.
-    Processes with the same index, such as those of a tensor-parallel group, do the same work."""
+    """This process's share of work that several processes divide; all of them get the results.
+    Processes with the same index, such as a tensor-parallel group, do the same work."""
 
     index: int = 0
     count: int = 1
     group: dist.ProcessGroup | None = None
-    """All of these processes; None: those of the run."""
+    """All processes that share the work; None: all processes of the run."""
 
     def rounds(self, n_items: int) -> Iterator[int]:
         """Yield the numbers of this process's items, one in each round. A process without an item

@@ -168,9 +168,9 @@ def _reject_file(name: str, option: str) -> None:
 def mean_centered(
     results: Mapping[str, Mapping[str, Any]], members: Collection[str] = ()
 ) -> dict[str, float]:
-    """Return the mean of the centered accuracies in the numbers of tasks, `centered_accuracy`, and
-    the number of those that have one, `centered_tasks`; nothing without any. `members` of groups do
-    not count, since their groups do."""
+    """Return the mean of the centered accuracies of tasks, `centered_accuracy`, and the number of
+    tasks with a centered accuracy, `centered_tasks`; empty if no task has one. `members` of groups
+    do not count, since their groups do."""
     tops = (numbers for name, numbers in results.items() if name not in members)
     known = [value for top in tops if (value := top.get("centered_accuracy")) is not None]
     if not known:

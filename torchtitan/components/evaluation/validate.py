@@ -170,7 +170,7 @@ class Validator(Configurable):
         return {**metrics, "validation_time": seconds}
 
     def measured_names(self) -> list[str]:
-        """Return the names of the metrics that `validate` leaves out if a validation has nothing to
+        """Return the names of the metrics that `validate` omits if a validation has nothing to
         measure."""
         sets = ["", *(f"/{name}" for name in self.sets if name)]
         return [f"validation_{name}{of_set}" for name in self.measures.names for of_set in sets]

@@ -38,7 +38,7 @@ _EXPERTS = "experts"  # what a cache stores of tokens
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchSettings:
-    """How a batch is computed; `Engine` describes most fields."""
+    """Settings of a batch; `Engine` describes most fields."""
 
     model: Any
     logprobs_of: LogprobsOf
@@ -61,7 +61,7 @@ class Prompts:
     row_of: dict[Tokens, int]
     logits_NV: Tensor
     n_reused: Sequence[int]
-    """Tokens of each prompt that were not computed, since keys and values of them were kept."""
+    """Tokens of each prompt that were not computed, since their keys and values were kept."""
 
 
 class Needs(NamedTuple):
@@ -80,7 +80,7 @@ class Needs(NamedTuple):
 
 
 class Batch:
-    """The texts that wait for room, and those that the model continues."""
+    """Texts that wait for room, and texts that the model continues."""
 
     def __init__(self, settings: BatchSettings, version: Callable[[], int]):
         """`version` returns the number of the weights."""
@@ -123,7 +123,7 @@ class Batch:
 
     @property
     def n_free(self) -> int:
-        """Number of texts that could join now, besides those that wait."""
+        """Number of texts that could join now, in addition to the waiting texts."""
         return max(self._room(self._n_alive) - len(self._waiting), 0)
 
     def add(self, row: Row) -> None:
@@ -267,8 +267,8 @@ class Batch:
             return None
 
     def _new_prompts(self, chosen: Sequence[Row]) -> tuple[list[Tokens], dict[Tokens, Tokens]]:
-        """Return the prompts that must be computed before the chosen rows join: those to compute
-        as a whole, and those that begin with kept texts, with these."""
+        """Return the prompts that must be computed before the chosen rows join: prompts to
+        compute as a whole, and prompts that begin with kept texts, with these texts."""
         new: list[Tokens] = []
         extended: dict[Tokens, Tokens] = {}
         if not self._joins:
@@ -429,7 +429,7 @@ class Batch:
         self._rows, self._logits_BV = rows, torch.cat(logits)
 
     def _sample(self) -> None:
-        """Draw a token for each row, and continue the coroutines of those that end."""
+        """Draw a token for each row, and continue the coroutines of rows that end."""
         rows = self._rows
         if all(row.is_done for row in rows):
             return
@@ -473,8 +473,8 @@ class Batch:
             add_experts(row.generation, experts.to("cpu", copy=True).numpy())
 
     def _keep(self, place: int, row: Row) -> None:
-        """Keep what the cache holds of a text that a later prompt begins with. Its last token is
-        not in it yet."""
+        """Keep the cached tokens of a text that a later prompt begins with. The last token of the
+        text is not in the cache yet."""
         if row.is_continued and self._joins:
             self._kept.keep(tuple(row.tokens[:-1]), self._cache, place)
 

@@ -134,8 +134,8 @@ class Engine:
             sampling: settings of this text, without its seed; None: the engine's.
             n_top: number of most probable tokens to return for each token.
             into: an empty generation to fill, which `on_token` may read.
-            is_continued: whether a later prompt begins with this text: what the cache holds of it
-                is kept (under tensor parallelism only if no layer has a window that it exceeds).
+            is_continued: whether a later prompt begins with this text: its cached tokens are kept
+                (under tensor parallelism only if no layer has a window that the text exceeds).
                 With windows or recurrent layers, texts with different numbers of new tokens
                 continue in different steps. At most `max_rows` texts are kept, the newest, until
                 they are continued or `run` ends: they may take as much memory as the batch.
@@ -184,8 +184,8 @@ class Engine:
             self._running_now.release()
 
     def begin_session(self, session: Session) -> Batch:
-        """Let the texts of a session be awaited, and return their batch. Raise `UserError` if the
-        engine is already running."""
+        """Accept texts of a session, and return their batch. Raise `UserError` if the engine is
+        already running."""
         self._acquire()
         self._session = session
         return self._new_batch()
@@ -195,7 +195,7 @@ class Engine:
         self._session = None
 
     def end_session(self) -> None:
-        """Let the engine be used again."""
+        """Allow other uses of the engine."""
         self._running_now.release()
 
     def _new_batch(self) -> Batch:

@@ -91,8 +91,8 @@ def merged_experts(n_tokens: int, texts: Sequence[tuple[int, Generation]]) -> Ex
 
 
 def add_experts(generation: Generation, experts: Experts) -> None:
-    """Add the experts of all tokens that the model has computed, of which later weights may have
-    computed the first ones again: these keep the experts that they had first."""
+    """Add the experts of all tokens that the model has computed. Tokens that later weights have
+    recomputed keep the experts that they had first."""
     if generation.experts is not None:
         experts[: len(generation.experts)] = generation.experts
     generation.experts = experts
@@ -102,6 +102,6 @@ def require_recordable(model: nn.Module) -> None:
     """Raise `UserError` for a model whose experts cannot be recorded."""
     if reason := reason_not_to_record(model):
         raise UserError(
-            f"the experts of a {type(model).__name__} are not recorded: {reason}; leave out "
+            f"the experts of a {type(model).__name__} are not recorded: {reason}; remove "
             "--policy.replay_experts"
         )

@@ -69,8 +69,8 @@ class KVCache:
                 "cached"
             )
         self._stored: dict[Any, Any] = {}
-        """First slot of a layer's keys and values, and both from there: all in full layers. So too
-        what `store` keeps."""
+        """First slot of a layer's keys and values, and both from there: all in full layers. The
+        same for tensors that `store` keeps."""
         self._cleanup = ExitStack()
 
     def __enter__(self) -> Self:
@@ -137,8 +137,8 @@ class KVCache:
         self.n_slots += length
 
     def can_go_back(self, n_tokens: int) -> bool:
-        """Return whether any of the last `n_tokens` could be computed again: there are no states,
-        and all layers keep them. Otherwise only later ones can be computed."""
+        """Return whether any of the last `n_tokens` can be recomputed: the model has no recurrent
+        states, and all layers keep these tokens. Otherwise, only later tokens can be computed."""
         return not self.states and all(
             self.n_slots - first >= n_tokens for first, *_ in self._stored.values()
         )

@@ -42,7 +42,7 @@ class PlainLoop:
 
     def serve(self, arrivals: Arrivals) -> None:
         """Run the coroutines that arrive until there are no more; then, or after an error, close
-        those that have not ended."""
+        the coroutines that have not ended."""
         self._batch.growth = _GROWTH
         try:
             with self._batch.computing():

@@ -24,8 +24,8 @@ _POLL_SECONDS = 0.005  # between questions to other processes, while no process 
 
 class Session:
     """Coroutines that an asyncio loop runs in this thread, and the texts of an engine that they
-    await. Use it in a `with` block, whose end cancels those that have not ended. Between two calls
-    of `finish`, nothing runs except in a block of `beside`, and texts may be unfinished: they
+    await. Use it in a `with` block; its end cancels the coroutines that have not ended. Between two
+    calls of `finish`, nothing runs except in a block of `beside`, and texts may be unfinished: they
     continue with the weights of the later call. Raises `UserError` if a loop already runs in this
     thread, or the engine is already running."""
 
@@ -81,8 +81,8 @@ class Session:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Run the coroutines in another thread within the block, in which their texts wait, so that
-        it may change the weights. The end of the block waits for code that does not await."""
+        """Run the coroutines in another thread within the block. Their texts wait, so that the
+        block may change the weights. The end of the block waits for code that does not await."""
         thread = threading.Thread(target=self._run_beside, name="rollouts", daemon=True)
         thread.start()
         try:
@@ -149,8 +149,8 @@ class Session:
 
 
 def end_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel what runs in a loop, wait for its cleanup, of which errors are logged, and close it,
-    as `asyncio.run` does."""
+    """Cancel the tasks of a loop, wait for their cleanup, log its errors, and close the loop, as
+    `asyncio.run` does."""
     try:
         tasks = asyncio.all_tasks(loop)
         for task in tasks:

@@ -49,9 +49,9 @@ def stop_ids(tokenizer: Tokenizer, *folders: Path) -> set[int]:
 
 
 def continuation_stop_ids(tokenizer: Tokenizer, folders: Sequence[Path]) -> set[int]:
-    """Return the tokens that end a continuation of a text: `stop_ids`, and those at which the chat
-    template in a model's folders stops, since a model that was trained on conversations ends its
-    texts with them. Raise `UserError` as both do."""
+    """Return the tokens that end a continuation of a text: `stop_ids`, and the stop tokens of
+    the chat template in a model's folders, since a model that was trained on conversations ends its
+    texts with them. Raise `UserError` as `stop_ids` and `template_stop_ids` do."""
     return stop_ids(tokenizer, *folders) | template_stop_ids(tokenizer, folders)
 
 

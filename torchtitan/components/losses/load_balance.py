@@ -166,8 +166,8 @@ class LoadBalancer:
         return self._over_stages(sums)
 
     def _over_stages(self, totals: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return totals with those of a router that is divided into stages summed over these, and
-        tell its parts the number of their layers."""
+        """Return the totals, summed over the stages of a router that is divided into stages. Set
+        the number of layers in the parts of this router."""
         of_stages = [router.stage_layers for router in self._routers]
         parts = [index for index, layers in enumerate(of_stages) if layers is not None]
         if not parts:

@@ -35,7 +35,7 @@ def token_log_probs(
 
     Logits of `chunk_tokens` tokens exist at a time. The backward pass recomputes them, so that the
     loss can be any function of the log-probabilities, and no gradient of the output weights is in
-    memory before it. `device_type` is the one whose block sizes count; None: that of the tensors.
+    memory before it. `device_type` selects the block sizes; None: the tensors' device type.
     """
     transform = replace(transform, temperature=temperature)
     if weight_VD is None:

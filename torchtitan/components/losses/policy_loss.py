@@ -47,16 +47,16 @@ def clipped(tokens: Ratios, clip: Clip) -> tuple[Tensor, Tensor]:
 
 
 def clipped_weights(tokens: Ratios, clip: Clip) -> tuple[Tensor, Tensor]:
-    """Return -clip(r, 1 - low, 1 + high) A log p, where no gradient passes through r, so that all
-    tokens keep a gradient (CISPO, MiniMax-M1, arXiv:2506.13585, section 3.1)."""
+    """Return -clip(r, 1 - low, 1 + high) A log p. No gradient passes through r, so that all tokens
+    keep a gradient (CISPO, MiniMax-M1, arXiv:2506.13585, section 3.1)."""
     ratio_N = tokens.log_ratio_N.detach().clamp(max=clip.max_log_ratio).exp()
     weights_N = ratio_N.clamp(1 - clip.low, 1 + clip.high)
     return -weights_N * tokens.advantages_N * tokens.log_probs_N, weights_N != ratio_N
 
 
 def soft_gates(tokens: Ratios, clip: Clip) -> tuple[Tensor, Tensor]:
-    """Return -4 / t sigmoid(t (r - 1)) A, where the temperature t is 1 for a positive advantage and
-    1.05 for another: the gradient falls smoothly with the distance from 1 (SAPO, Gao et al.,
+    """Return -4 / t sigmoid(t (r - 1)) A, with the temperature t: 1 for a positive advantage, 1.05
+    for another. The gradient falls smoothly with the distance from 1 (SAPO, Gao et al.,
     arXiv:2511.20347)."""
     t_N = torch.where(tokens.advantages_N > 0, 1.0, 1.05)
     ratio_N = tokens.log_ratio_N.clamp(max=clip.max_log_ratio).exp()
@@ -177,8 +177,8 @@ class PolicyLoss(Configurable):
         entropy_target: float | None = None
         """Mean entropy of a token's distribution, in nats, that the loss holds: the factor, first
         entropy_weight, rises by entropy_step after each step below it, and falls after each step
-        above it; while the entropy is above it, none is rewarded. The entropy of a step is that of
-        its last update. None: the factor is constant."""
+        above it; while the entropy is above it, none is rewarded. The entropy of a step is the
+        entropy of its last update. None: the factor is constant."""
 
         entropy_step: float = 0.005
         """Change of the factor in a step with entropy_target."""

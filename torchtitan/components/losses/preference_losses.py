@@ -124,7 +124,7 @@ def sppo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 def discopop_loss(x: Tensor, temperature: float) -> Tensor:
     """Return a mean of the logistic and the exponential loss of a margin, -log sigmoid(x) and
-    exp(-x), where the second has the weight sigmoid(x / temperature) (DiscoPOP, Lu et al.,
+    exp(-x); the second has the weight sigmoid(x / temperature) (DiscoPOP, Lu et al.,
     arXiv:2406.08414, the log-ratio modulated loss)."""
     exponential = torch.exp(F.logsigmoid(x / temperature) - x)  # exp(-x) alone would overflow
     return exponential - torch.sigmoid(-x / temperature) * F.logsigmoid(x)

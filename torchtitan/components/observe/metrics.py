@@ -247,7 +247,8 @@ class MetricsProcessor(Configurable):
         self._interval.n_tokens += n_tokens
 
     def count_flops(self, n_flops: float) -> None:
-        """Add operations to this step, over all ranks, in addition to those for its tokens."""
+        """Add operations to this step, over all ranks, in addition to the operations for its
+        tokens."""
         self._interval.n_flops += n_flops
 
     def count_images(self, n_images: int, n_tokens: int) -> None:

@@ -16,12 +16,12 @@ from torchtitan.tools.torch_private import adjusted_lr
 
 
 class Dion(OwnState):
-    """Algorithm 1 of the paper for matrices (…, m, n), of which earlier dimensions are stacked.
+    """Algorithm 1 of the paper for matrices (…, m, n); the earlier dimensions stack matrices.
 
     A momentum M gathers the gradients. One power iteration from the basis Q (n, r) of the last step
     gives its part of rank r, P Rᵀ with orthonormal P (m, r). The weights move along P and the
-    normalized columns of R (n, r), the next Q; M keeps what this update leaves out. Updates are
-    scaled as Muon's to AdamW's size. Ranks add up P and R, r (m + n) numbers, and gather no matrix.
+    normalized columns of R (n, r), the next Q; M keeps what this update omits. As in
+    Muon, updates have AdamW's size. Ranks add up P and R, r (m + n) numbers, and gather no matrix.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any):
@@ -67,7 +67,7 @@ class Dion(OwnState):
 
 
 def _summed(part: Tensor, rows: slice, n_rows: int, parameter: Tensor) -> Tensor:
-    """Return the whole (…, n_rows, r) of which this rank has some rows, or a term of them. A
+    """Return the whole (…, n_rows, r); this rank has some of its rows, or a term of these rows. A
     collective over the ranks that have other parts of the same matrices."""
     if not is_dtensor(parameter):
         return part

@@ -78,7 +78,7 @@ class Kind:
     the learning rate decay."""
 
     needs_float32: str = ""
-    """What it does that weights with fewer bits do not allow; empty: they do."""
+    """Operation that needs float32 weights, as in "computes eigenvectors"; empty: none."""
 
     offloads: bool = True
     """True if it supports weights that FSDP keeps in CPU memory."""
@@ -178,7 +178,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 def names_where(has: Callable[[Kind], bool]) -> str:
-    """Return the names of the optimizers of which something holds, as text."""
+    """Return the names of the optimizers for which `has` is true, as text."""
     return ", ".join(name for name, kind in KINDS.items() if has(kind))
 
 

@@ -16,7 +16,7 @@ from torchtitan.tools.errors import UserError
 
 class LossScale(Configurable):
     """Multiplies the loss of every micro-batch, and divides the gradients of the step before they
-    are clipped (Micikevicius et al. 2018, arXiv:1710.03740). The factor changes as that of
+    are clipped (Micikevicius et al. 2018, arXiv:1710.03740). The factor changes as in
     `torch.amp.GradScaler`. It depends only on the gradient norm, which is equal on all ranks; its
     state belongs in checkpoints.
 

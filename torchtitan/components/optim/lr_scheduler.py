@@ -22,7 +22,7 @@ class LRScheduler(Configurable):
     A subclass with another curve overrides `factor`. A torch optimizer's peak rates are the
     `initial_lr` of its groups, or their `lr` when the schedule is built. `training_steps` is the
     schedule's length, unless `total_steps` is set. If `unit` is tokens, steps are tokens everywhere
-    in this class, and the step of an optimizer has many of them.
+    in this class, and an optimizer step has many tokens.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -126,7 +126,7 @@ class Muon(Allocated, torch.optim.Muon):
 
 
 def _has_whole_matrices(stack: Tensor) -> bool:
-    """Return whether stacked matrices are divided among ranks, but none of the matrices is."""
+    """Return whether ranks divide a stack of matrices, but no single matrix."""
     dims = [dim for dim in sharded_dims(stack) if dim is not None]
     return bool(dims) and max(dims) < stack.ndim - 2
 
@@ -141,8 +141,8 @@ def _shared(update: Tensor | None, matrix: Tensor, index: int) -> Tensor:
     if update is None:
         update = torch.empty(matrix.shape, dtype=torch.bfloat16, device=mesh.device_type)
     update = update.contiguous()  # a tall matrix was transposed
-    # Along one dimension at a time, from the ranks that have the update to those that differ in
-    # this dimension.
+    # Along one dimension at a time, from the ranks that have the update to the ranks that differ
+    # in this dimension.
     for dim in reversed(range(mesh.ndim)):
         if coordinate[:dim] == source[:dim]:
             dist.broadcast(update, group=mesh.get_group(dim), group_src=source[dim])

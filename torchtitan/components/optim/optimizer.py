@@ -87,7 +87,7 @@ class Optimizer(Configurable):
         """AdamW8bit and AdamW4bit keep moments in 8 or 4 bits, and need torchao. AdamWOffload keeps
         moments in CPU memory, and computes updates there. Muon, Dion and SOAP apply to the matrices
         inside the layers, with AdamW for all other parameters. ScheduleFreeAdamW averages weights
-        in place of a decay of the learning rate, which it refuses."""
+        instead of decaying the learning rate, and refuses a decay."""
 
         lr: float = 8e-4
         """Peak learning rate."""
@@ -122,10 +122,10 @@ class Optimizer(Configurable):
         `rounding`, not at all."""
 
         rounding: Rounding = "nearest"
-        """How updates change weights in bfloat16 (`--training.dtype bfloat16`), which have no copy
-        in float32: "nearest" loses updates below half a step of a weight; "stochastic" rounds to a
-        random neighbor; "kahan" keeps the rounding error in a second bfloat16 number. The moments
-        of AdamW are then in float32. For AdamW, AdamW8bit, AdamW4bit and Muon."""
+        """Rounding of updates to weights in bfloat16 (`--training.dtype bfloat16`), which have no
+        copy in float32: "nearest" loses updates below half a step of a weight; "stochastic" rounds
+        to a random neighbor; "kahan" keeps the rounding error in a second bfloat16 number. The
+        moments of AdamW are then in float32. For AdamW, AdamW8bit, AdamW4bit and Muon."""
 
         param_groups: dict[str, ParamGroup] = field(default_factory=_default_param_groups)
         """Settings of parameters selected by name; a parameter belongs to the first group whose
@@ -199,7 +199,7 @@ class Optimizer(Configurable):
             schedule = run.lr_scheduler
             if schedule.points or any(group.lr_points for group in self.param_groups.values()):
                 raise UserError(
-                    f"{option} needs a constant learning rate after the warm-up; leave out "
+                    f"{option} needs a constant learning rate after the warm-up; remove "
                     "--lr_scheduler.points, and lr_points of --optimizer.param_groups"
                 )
             if schedule.decay_ratio != 0 and schedule.min_lr_factor != 1:
@@ -304,9 +304,9 @@ class Optimizer(Configurable):
 
     @contextlib.contextmanager
     def evaluating(self, follow: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Replace the weights by those to evaluate in the block, if they differ from those that are
-        trained (ScheduleFreeAdamW); afterwards, they have their exact values. `follow` refreshes
-        state derived from the weights. A checkpoint that is saved in the block contains both."""
+        """Replace the trained weights by the weights to evaluate in the block, if they differ
+        (ScheduleFreeAdamW), and restore the exact values afterwards. `follow` refreshes state
+        derived from the weights. A checkpoint that is saved in the block contains both."""
         averaging = [each for each in self.optimizers if isinstance(each, ScheduleFreeAdamW)]
         if not averaging:
             yield

@@ -42,8 +42,8 @@ class OptimizerState:
         return state | training
 
     def _with_training_weights(self) -> Iterator[tuple[str, nn.Parameter, ScheduleFreeAdamW]]:
-        """Yield the keys of trained weights that differ from those that a checkpoint has as the
-        model's, the parameters, and their optimizers."""
+        """Yield the keys of trained weights that differ from the model's weights in a checkpoint,
+        the parameters, and their optimizers."""
         names = {
             parameter: canonical_name(name) for name, parameter in self.model.named_parameters()
         }

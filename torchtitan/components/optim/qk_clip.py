@@ -63,7 +63,7 @@ class QKClip(ModelConverter):
         _attention_of(model, self.config.option)
 
     def convert(self, model: nn.Module) -> None:
-        """Let attention record its largest scores. Raise `UserError` if there is none, or its
+        """Make attention record its largest scores. Raise `UserError` without attention, or if its
         scores do not follow its weights."""
         self.n_heads = {}
         for name, attention in _attention_of(model, self.config.option).items():
@@ -113,7 +113,7 @@ def _forget_peaks(layers: Mapping[str, ScaledScores]) -> None:
 
 def _first_head(layer: ScaledScores) -> int:
     """Return the number of the first head whose scores this rank computes: tensor parallelism gives
-    each rank as many, in order."""
+    each rank the same number of heads, in order."""
     peaks_H = layer.scores.peaks_H
     if len(peaks_H) == layer.n_heads:
         return 0
@@ -123,8 +123,8 @@ def _first_head(layer: ScaledScores) -> int:
 
 
 def _attention_of(model: nn.Module, option: str) -> dict[str, ScaledScores]:
-    """Return the attention of a model by name. Raise `UserError` if there is none, or the scores of
-    one do not follow its weights."""
+    """Return the attention of a model by name. Raise `UserError` for a model without attention, or
+    with scores that do not follow the weights."""
     found = {
         name: module for name, module in model.named_modules() if isinstance(module, ScaledScores)
     }

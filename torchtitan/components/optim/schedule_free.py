@@ -1,5 +1,5 @@
-"""Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682): averages of the weights in place of
-a decay of the learning rate."""
+"""Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682): averages of the weights instead of a
+decay of the learning rate."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from torchtitan.distributed.initialize import local_part
 
 class ScheduleFreeAdamW(OwnState):
     """AdamW with three sequences of weights: x, the averages that are evaluated; z, which the
-    gradients move; and y = (1 - beta1) z + beta1 x, at which gradients are computed. The parameters
+    gradients move; and y = (1 - beta1) z + beta1 x, where gradients are computed. The parameters
     are y; x follows from y and z.
 
     It computes what `AdamWScheduleFree` of the package `schedulefree` computes with `warmup_steps`

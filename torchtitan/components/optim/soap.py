@@ -19,7 +19,7 @@ LARGEST_SIDE = 10_000
 
 
 class SOAP(OwnState):
-    """Algorithm 3 of the paper, for matrices (…, m, n), of which earlier dimensions are stacked.
+    """Algorithm 3 of the paper, for matrices (…, m, n); the earlier dimensions stack matrices.
 
     Statistics of both sides, means of G Gᵀ and Gᵀ G, give eigenbases; AdamW updates the matrix
     turned into them. Every `basis_interval` steps, one power iteration and a QR decomposition

@@ -249,8 +249,8 @@ def _open(
 def _implied_config(
     file: Path, config: LoRAConfig, specs: Mapping[str, TensorSpec]
 ) -> dict[str, object]:
-    """Return what the tensors `specs` of torchtune's adapter say, without an adapter_config.json;
-    they do not say alpha."""
+    """Return the settings that the tensors `specs` of torchtune's adapter show, without an
+    adapter_config.json; they do not show alpha."""
     logger.warning(
         "%s has no %s next to it: %s.alpha %g must be the alpha of its training",
         *(file, CONFIG, config.option, config.alpha),
@@ -342,12 +342,12 @@ def _with_sizes_of_file(
 
 
 def _advice(config: LoRAConfig, field: str, patterns: Mapping[str, float]) -> list[str]:
-    """Return what to do to have these patterns, if anything."""
+    """Return the change of options that gives these patterns, if any."""
     option = f"{config.option}.{field}"
     if patterns:
         values = " ".join(f"{name}={_whole_if_possible(value)}" for name, value in patterns.items())
         return [f"set {option} {values}"]
-    return [f"leave out {option}"] if getattr(config, field) else []
+    return [f"remove {option}"] if getattr(config, field) else []
 
 
 def _read_patterns(file: Path, document: Mapping[str, object], key: str) -> dict[str, float]:

@@ -2,8 +2,8 @@
 
 A PEFT adapter belongs to the Hugging Face model, so names and row order follow the family's table
 of its class (`ExternalFormat.class_adapter`). With W = W₀ + s·B·A, a permutation of the rows of W
-permutes the rows of B and the magnitudes, but not A; a permutation of its columns those of A. An
-embedding's rows are its tokens, which are the columns of its A.
+permutes the rows of B and the magnitudes, but not A; a permutation of its columns permutes the
+columns of A. An embedding's rows are its tokens, which are the columns of its A.
 
 If that model fuses several of our layers, PEFT has one adapter for them. Our adapters are written
 as one of their summed rank: their A are stacked, and their B are the blocks of a block-diagonal B.
@@ -394,7 +394,7 @@ def peft_sizes(entries: Collection[Entry], spec: ModelSpec, rslora: bool) -> dic
 
 
 def find_targets(entries: Collection[Entry], spec: ModelSpec) -> dict[str, list[str]]:
-    """Return PEFT's `target_modules` and, if there are any, its `target_parameters`: those of
+    """Return PEFT's `target_modules` and, if there are any, its `target_parameters`: parameters of
     experts, and the weights of `parameter_layers`."""
     of_parameters = parameter_layers(entries, spec)
     parameters = {entry.module for entry in entries if isinstance(entry, ExpertsEntry)}
@@ -408,10 +408,9 @@ def find_targets(entries: Collection[Entry], spec: ModelSpec) -> dict[str, list[
 
 def _find_target_modules(adapted: set[str], spec: ModelSpec) -> list[str]:
     """Return PEFT's `target_modules`. The last part of a name matches all modules with this suffix;
-    if only some of them are adapted, return the full names of these."""
+    if only some of these are adapted, return the full names of the adapted modules."""
     names = [name.removesuffix(".weight") for name in _class_adapter(spec).external_names]
-    # With modules that contain others: the last part of `layers.0.mlp.2` is that of `layers.2`,
-    # too.
+    # With modules that contain others: `layers.2` has the same last part as `layers.0.mlp.2`.
     modules_around = {
         around for name in names for around in itertools.accumulate(name.split("."), "{}.{}".format)
     }

@@ -284,7 +284,7 @@ class LoRA(LayerConverter):
         )
 
     def expert_forms(self, name: str, layer: StackedExperts) -> Mapping[str, FewBits]:
-        """Return the forms of the matrices of experts that stay in few bits."""
+        """Return the form of each expert matrix that stays in few bits."""
         return {}
 
     def check_initial_weights(self, spec: ModelSpec, saved: Configurable.Config | None) -> None:
@@ -410,7 +410,7 @@ class QLoRA(LoRA):
         return kept
 
     def _forms(self, name: str, layer: nn.Module) -> dict[str, FewBits]:
-        """Return the forms of a layer's parameters, by name; none for those to keep wide."""
+        """Return the forms of a layer's parameters, by name; none for parameters to keep wide."""
         entries = self.config.forms
         if isinstance(layer, StackedExperts):
             found = {matrix: self._expert_form(name, layer, matrix) for matrix in layer.matrices}

@@ -141,7 +141,7 @@ def adapt_experts(
 
 
 def _base_norms(experts: StackedExperts, name: str, rows: Tensor) -> Tensor:
-    """Return the norms of rows of a frozen matrix as they are stored; those in few bits already
-    are."""
+    """Return the norms of rows of a frozen matrix as they are stored. Rows of a matrix in few bits
+    already have the stored values."""
     weight = getattr(experts, name, None)
     return row_norms(rows if weight is None else rows.to(weight.dtype).float())

@@ -26,12 +26,12 @@ from torchtitan.tools.patterns import without_numbers
 
 
 class FewBitsOfFolder(NamedTuple):
-    """What a folder holds in few bits, with `*` for the numbers of layers that have the same."""
+    """Weights of a folder in few bits, with `*` for the numbers of layers that have the same."""
 
     forms: list[str]
     """Linear layers and experts, as NAME=FORM."""
     dequantized: list[str]
-    """Other weights, which are not kept so."""
+    """Other weights in few bits, which are dequantized."""
 
 
 def find_forms(path: str, spec: ModelSpec, added: range, option: str) -> FewBitsOfFolder:
@@ -40,8 +40,8 @@ def find_forms(path: str, spec: ModelSpec, added: range, option: str) -> FewBits
     weights next to it, whose files say which layers have it.
 
     Args:
-        path: `--checkpoint.initial_load_path`. Nothing is found in other folders than those of
-            Hugging Face, and without a quantization in config.json.
+        path: `--checkpoint.initial_load_path`. Nothing is found in a folder without
+            Hugging Face's weights, or without a quantization in config.json.
         spec: the model.
         added: ids of tokens added to the tokenizer.
         option: prefix of the converter's options.
@@ -79,8 +79,9 @@ def _is_folder(path: str) -> bool:
 def saved_forms(
     path: str, spec: ModelSpec, added: range, config: ModelConverter.Config
 ) -> list[str]:
-    """Return the forms in a checkpoint that a converter continues as it was saved. None for other
-    weights, also for those of other adapters, which are merged before a converter gets them.
+    """Return the forms in a checkpoint that a converter continues as it was saved. Return an empty
+    list for other weights, also for weights of other adapters: they are merged before a converter
+    gets them.
 
     Args:
         path, spec, added: as in `find_forms`.

@@ -76,7 +76,7 @@ class BlockConverter(NarrowConverter):
             if training.enable_cpu_offload:
                 raise UserError(
                     f"{self.option}.{name} cannot be combined with --training.enable_cpu_offload, "
-                    "since FSDP copies weights to the device before it gathers them; leave out one "
+                    "since FSDP copies weights to the device before it gathers them; remove one "
                     "of them"
                 )
 

@@ -50,10 +50,11 @@ _MANTISSA_BITS = 5
 
 _DROPPED_BITS = 23 - _MANTISSA_BITS
 _FIRST_CODE = (127 - 15) << _MANTISSA_BITS
-"""What 2⁻¹⁵ has in place of code 0: smaller numbers, relative to their scale, are 0 in E4M3."""
+"""Kept bits of 2⁻¹⁵, which become code 0: smaller numbers, relative to their scale, are 0 in
+E4M3."""
 
 _INFINITY, _NAN = 0x3E0, 0x3FF
-"""Codes above those of finite numbers, which are at most 448."""
+"""Codes above the codes of finite numbers, which are at most 448."""
 
 _BIAS = 127
 """Of the exponents of scales as bytes."""
@@ -105,7 +106,7 @@ class NVFP4Gathers:
 def _gathered_layers(
     model_parts: Iterable[nn.Module], option: str, block: int
 ) -> Iterator[tuple[Any, NarrowLinear]]:
-    """Yield the narrow linear layers whose weights FSDP divides, after FSDP's records of them."""
+    """Yield the narrow linear layers whose weights FSDP divides, each after FSDP's record of it."""
     parts = list(model_parts)
     names = {
         module: canonical_name(name) for part in parts for name, module in part.named_modules()

@@ -29,7 +29,7 @@ BLOCK_SIZE = 64
 """Number of neighboring values of a row that share a scale."""
 
 FORM = FewBits("nf4", BLOCK_SIZE, "linear", "bfloat16")
-"""How these weights are stored."""
+"""Form in which these weights are stored."""
 
 _LARGEST_CODE = 255
 _MIDPOINTS = torch.tensor(

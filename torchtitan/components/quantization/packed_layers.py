@@ -1,5 +1,5 @@
 """Frozen weights in few bits instead of a layer's parameters, and products with them. A weight is
-unpacked for each product, forward and backward, whose results and gradients are those of the
+unpacked for each product, forward and backward; results and gradients are the same as with the
 unpacked weight.
 """
 

@@ -19,29 +19,29 @@ class Rollouts:
 
     coroutines: list[Coroutine[Any, Any, Trajectory]]
     engines: list[RolloutEngine]
-    """The one of each rollout."""
+    """The engine of each rollout."""
     batches: list[Batch]
     """The prompts, as loaded."""
     documents: list[int] = field(default_factory=list)
-    """Number in the data of the prompt of each rollout."""
+    """Number of each rollout's prompt in the data."""
     position: Any = None
     """Position in the data after these batches, as the loader's `read_position` returned it."""
 
     def n_sampled(self) -> int:
-        """Return the number of tokens that they have sampled."""
+        """Return the number of tokens that the rollouts have sampled."""
         return sum(len(text.ids) for engine in self.engines for _, text in engine.sampled)
 
 
 class RolloutsAhead:
     """Rollouts of the present and of later global batches, in the order of the data, which `begin`
-    starts and `finish_first` takes. Use it in a `with` block, whose end cancels those that have not
-    ended.
+    starts and `finish_first` takes. Use it in a `with` block; its end cancels the rollouts that
+    have not ended.
 
-    Texts are decoded only in `finish_first`, for all rollouts together; there, a text that has not
-    ended continues with the weights of that time, after all of its tokens. A call draws as many
-    tokens as the rollouts that it returns have sampled, unless all others wait for something else,
-    so that batches that have begun together do not also end together. Everything else that
-    rollouts await also goes on in a block of `beside`. All processes of the engine's group call
+    Texts are decoded only in `finish_first`, for all rollouts together; there, an unfinished text
+    continues with the weights of that time, after all of its tokens. A call draws as many tokens as
+    the rollouts that it returns have sampled, unless all others wait for something else, so that
+    batches that have begun together do not also end together. Everything else that rollouts await
+    also continues in a block of `beside`. All processes of the engine's group call
     `finish_first` together, and each waits for its own rollouts of that batch and for the others'.
     So with at most N later batches in flight, and a batch for each change of the weights at least,
     no token is older than N changes when it is taken, and no rollout is dropped for its age.
@@ -101,8 +101,8 @@ class RolloutsAhead:
 
 
 class Staleness(NamedTuple):
-    """Ages of sampled tokens: the number of steps between the weights that sampled a token and
-    those that are trained on it."""
+    """Ages of sampled tokens: the number of steps between the weights that sampled a token and the
+    weights that are trained on it."""
 
     total: int
     n_tokens: int
@@ -117,6 +117,6 @@ def staleness_of(groups: Iterable[Group], version: int) -> Staleness:
 
 
 def added(parts: Iterable[Staleness]) -> Staleness:
-    """Return the ages of the tokens of several parts together."""
+    """Return the token ages of several parts together."""
     totals, numbers, most = zip(*parts, strict=True)
     return Staleness(sum(totals), sum(numbers), max(most))

@@ -130,7 +130,7 @@ class _Statement:
 
     @functools.cached_property
     def answer(self) -> Answer:
-        """The answer, read when it is compared: a text may have thousands of statements, of which
+        """The answer, read when it is compared: a text may have thousands of statements, and only
         the last ones decide."""
         return self.read()
 

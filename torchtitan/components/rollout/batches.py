@@ -93,8 +93,8 @@ def _batch_of(
 
 
 def _experts_of(windows: Sequence[Sequence[Trajectory]], length: int) -> torch.Tensor | None:
-    """Return the experts of the inputs of each window, (B, L, layers, K); None if no trajectory has
-    some."""
+    """Return the experts of each window's inputs, (B, L, layers, K); None if no trajectory has
+    experts."""
     known = (t.experts for window in windows for t in window if t.experts is not None)
     sizes = next((experts.shape[1:] for experts in known), None)
     if sizes is None:

@@ -226,4 +226,4 @@ NO_NOUNS = frozenset(
     sometimes its his this was has does yes thus across besides unless afterwards upwards nowadays
     repeats recurs decimals too so perhaps times probably presumably""".split()
 )
-"""Words that are no plurals of counted things."""
+"""Words that are not plurals of counted things."""

@@ -51,8 +51,8 @@ def is_known_ending(after: str, value: Fraction | None, *, is_alone: bool) -> bo
 
 
 def is_counted(phrase: str, value: Fraction | None) -> bool:
-    """Return whether a phrase begins with a unit, or with what a number counts: words of which one
-    is a plural; or any noun after a number of at most 1."""
+    """Return whether a phrase begins with a unit, or with the things that a number counts: words
+    with a plural among them; or any noun after a number of at most 1."""
     words = phrase.split()
     if len(words) > 1 and len(words[0]) < 3 and is_known(words[1]):
         return False  # such as `m dollars`

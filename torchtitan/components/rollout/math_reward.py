@@ -60,7 +60,7 @@ _AMBIGUOUS = re.compile(
 """Powers of ten or products with e; mixed fractions or products; digits without an operator; two
 divisions; numbers in another base, which math-verify reads as decimal; dates; a digit after a
 letter, a symbol, a bracket, a root, a fraction or an exponent: a product, or an index or exponent
-that has lost its sign; digits after `\\frac` or `\\sqrt`, of which LaTeX takes the first ones."""
+that has lost its sign; digits after `\\frac` or `\\sqrt`: LaTeX takes only the first ones."""
 
 Kind = Literal["numbers", "time", "words", "list", "formula", "other"]
 Check = Callable[[str, str], bool]

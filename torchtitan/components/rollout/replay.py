@@ -23,13 +23,13 @@ class ReplayConfig(Section):
 
     size: int = 0
     """Successful trajectories to keep, at most one for each prompt, the newest. If all answers to
-    such a prompt fail later, it replaces the last of them. 0: no replay."""
+    such a prompt fail later, its trajectory replaces the last answer. 0: no replay."""
 
     success: float = 1.0
     """Least reward of a success."""
 
     rare: float = 0.5
-    """Largest share of successes among a prompt's answers of which one is kept."""
+    """Largest share of successes among a prompt's answers from which one success is kept."""
 
     def validate(self) -> None:
         """Raise `UserError` for impossible values."""
@@ -41,7 +41,7 @@ class Replay:
     """The successes that are kept, equal on all ranks, by prompt from the oldest to the newest."""
 
     def __init__(self, size: int, success: float = 1.0, rare: float = 0.5, *, data: str = ""):
-        """The other arguments are those of `ReplayConfig`.
+        """`ReplayConfig` describes the other arguments.
 
         Args:
             data: fingerprint of the data, whose numbers tell the prompts apart.
@@ -56,9 +56,9 @@ class Replay:
         return len(self._kept)
 
     def mixed(self, groups: Sequence[Group], ranks: Ranks, is_leader: bool) -> list[Group]:
-        """Return the groups of a step, with a kept success instead of the last trajectory of those
-        that have no success, and then keep new ones of all ranks. All ranks call this together;
-        `is_leader`: whether this one is the first with its prompts."""
+        """Return the groups of a step, with a kept success instead of the last trajectory of groups
+        without a success, and then keep new successes of all ranks. All ranks call this together;
+        `is_leader`: whether this rank is the first with its prompts."""
         if not self._size:
             return list(groups)
         mixed = [self._with_success(group) for group in groups]
@@ -76,7 +76,7 @@ class Replay:
         return [*group[:-1], replace(kept)]
 
     def _rare_success(self, group: Group) -> Trajectory | None:
-        """Return the first success of a group in which they are rare."""
+        """Return the first success of a group in which successes are rare."""
         successes = list(filter(self._is_success, group))
         if successes and len(successes) <= self._rare * len(group):
             return replace(successes[0], named={}, versions=[])

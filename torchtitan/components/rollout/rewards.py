@@ -119,8 +119,8 @@ class _Function(NamedTuple):
         return self.parameters[:1] == ["prompts"]
 
     def result(self, text: Sequence[Any], images: object) -> Any:
-        """Return what the function returns, which may have to be awaited. Raise `UserError` that
-        names it if it fails."""
+        """Return the function's result, which may have to be awaited. Raise `UserError` that names
+        the function if it fails."""
         more = {"images": images} if "images" in self.parameters else {}
         with errors_of_user_code(self.subject):
             return self.call(*text, **more)

@@ -81,7 +81,7 @@ class RolloutEngine:
             stop: texts that end the continuation, which includes them.
             is_continued: whether a later call begins with these tokens and the continuation, so
                 that only the tokens after them must be computed (see `Engine.generate`).
-            settings: temperature, top_k, top_p and min_p, instead of those of `--rollout`.
+            settings: temperature, top_k, top_p and min_p, instead of the values of `--rollout`.
         """
         room = self.engine.context - len(tokens)
         if room < 1:
@@ -142,12 +142,12 @@ class RolloutEngine:
     @property
     def _chat(self) -> Chat:
         if self.chat is None:
-            raise UserError("there is no chat template; set --dataloader.chat_template")
+            raise UserError("the rollouts have no chat template; set --dataloader.chat_template")
         return self.chat
 
     def reward(self, completion: str, row: Mapping[str, object]) -> float | None:
         """Return the sum of `--rewards` for a completion; None without a verdict. Raise `UserError`
-        if one of them must be awaited; `rate` does so."""
+        if one of the rewards must be awaited; `rate` awaits rewards."""
         self.rating = self.rewards.rated_now(self.decode(self.prompt), completion, row, self.images)
         return self.rating.value
 
@@ -254,9 +254,9 @@ class RolloutConfig:
     """Sample only from tokens with at least this share of the largest probability; None: all."""
 
     max_staleness: int = 0
-    """Steps by which the weights that sample a token may be older than those that are trained on
-    it: rollouts of so many later steps run during a step and its update. 0: each step samples all
-    of its trajectories from the current weights."""
+    """Steps by which the weights that sample a token may be older than the weights that are trained
+    on it: rollouts of this number of later steps run during a step and its update. 0: each step
+    samples all of its trajectories from the current weights."""
 
     overlong: Overlong = "mask"
     """Trajectories that the context ends: mask: not trained; penalty: trained, with a reward that
@@ -284,7 +284,7 @@ class RolloutConfig:
             0 < self.temperature < math.inf,
             "--rollout.temperature",
             self.temperature,
-            "above 0, since the most probable token teaches nothing",
+            "above 0, since the most probable token gives no signal",
         )
         with errors_of("--rollout"):
             self.sampling.validate()

@@ -43,7 +43,7 @@ class Trajectory:
     document: int = -1
     """Number of its prompt in the data, which the trainer sets."""
     n_reused: int = 0
-    """Tokens of later turns that were not computed again. The trainer adds them."""
+    """Tokens of later turns that were not recomputed. The trainer adds them."""
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
         """Append tokens that the model sampled, or others, such as the prompt and the output of
@@ -161,7 +161,7 @@ def advantages_of(groups: Sequence[Group], of_groups: Advantages) -> list[float 
 
 
 def _of_judged(group: Group, of_groups: Advantages) -> list[float]:
-    """Return the advantages of a group of which some have no verdict."""
+    """Return the advantages of a group in which some trajectories have no verdict."""
     found = iter(_compared([t.reward for t in group if t.reward is not None], of_groups))
     return [0.0 if t.reward is None else next(found) for t in group]
 
@@ -169,7 +169,7 @@ def _of_judged(group: Group, of_groups: Advantages) -> list[float]:
 def _with_token_rewards(
     group: Group, whole: Sequence[float], of_groups: Advantages
 ) -> list[list[float]]:
-    """Return the advantages of each token: its trajectory's, plus those for later rewards."""
+    """Return the advantages of each token: its trajectory's, plus advantages for later rewards."""
     judged = [t for t in group if t.reward is not None]
     relative = iter(_compared([r for t in judged for r in t.token_rewards.values()], of_groups))
     advantages = []

@@ -53,7 +53,7 @@ def check_server(url: str) -> tuple[str, int, int]:
     try:
         return models["data"][0]["id"], models["data"][0]["max_model_len"], workers["world_size"]
     except (KeyError, TypeError, IndexError) as error:
-        raise UserError(f"--rollout.url {url} is no server of vLLM; {_START}") from error
+        raise UserError(f"--rollout.url {url} is not a vLLM server; {_START}") from error
 
 
 class VLLMEngine:

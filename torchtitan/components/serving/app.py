@@ -266,7 +266,7 @@ class _Server:
         if name not in self._served:
             names = ", ".join(map(shown, self._served))
             raise RequestError(
-                f"there is no model {shown(name)}, but {names}" + suggest(name, self._served),
+                f"the server has no model {shown(name)}, but {names}" + suggest(name, self._served),
                 status=404,
                 param="model",
                 code="model_not_found",

@@ -63,7 +63,7 @@ def parse_body(content: bytes) -> dict[str, object]:
 
 
 def _constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, object]:

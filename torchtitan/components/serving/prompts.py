@@ -70,7 +70,8 @@ class Preparer:
 
     @property
     def unread_calls(self) -> str:
-        """What clients with tools must know (`ReplyFormat.unread_calls`); empty if nothing."""
+        """Message for clients with tools (`ReplyFormat.unread_calls`); empty if there is nothing to
+        tell."""
         return self._replies.unread_calls if self._replies else ""
 
     @property

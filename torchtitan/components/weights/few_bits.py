@@ -95,7 +95,7 @@ _FORM = re.compile(
 
 @dataclass(frozen=True)
 class FewBits:
-    """How a weight is stored in few bits."""
+    """Form of a weight that is stored in few bits."""
 
     codes: str
     """`nf4`, `fp4`, `e2m1`, `e4m3`, `e5m2`, signed integers `int2` to `int8`, unsigned ones with

@@ -42,7 +42,7 @@ _UNQUANTIZED = (
     *("ssm_conv1d.weight", *(f"ssm_conv1d_{name}.weight" for name in "qkv")),
     *("ssm_a", "ssm_d", "ssm_norm.weight"),
 )
-"""Ends of names of matrices that stay in float32: llama.cpp, too, chooses experts in float32, and
+"""Ends of names of matrices that stay in float32: llama.cpp also chooses experts in float32, and
 has convolutions, and vectors of recurrences that are stored as matrices, in no other type."""
 
 
@@ -61,7 +61,7 @@ def export_gguf(
 
     Args:
         dtype: type of the matrices; None: as in `source`.
-        quantize: write matrices in Q8_0 instead, except those whose rows are not multiples of 32.
+        quantize: write matrices in Q8_0 instead, unless their rows are not multiples of 32.
 
     Raises:
         UserError: if the package gguf is missing, llama.cpp does not compute the model or split
@@ -124,7 +124,7 @@ def _all_metadata(
     }
     if assets is None or tokenizer_file(assets) is None:
         raise UserError(
-            "GGUF needs the model's tokenizer, and there is none; copy its files (tokenizer.json, "
+            "GGUF needs the model's tokenizer, which is missing; copy its files (tokenizer.json, "
             "tokenizer_config.json) into the folder of the model"
         )
     return keys | _tokenizer_metadata(assets, spec.model.vocab_size or 0)

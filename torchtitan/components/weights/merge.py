@@ -20,7 +20,7 @@ Read = Sequence["partial[Tensor]"]
 
 
 class Merge(Protocol):
-    """Computes a merged tensor; `read_base` reads that of the model before fine-tuning."""
+    """Computes a merged tensor; `read_base` reads the tensor of the model before fine-tuning."""
 
     def __call__(self, reads: Read, read_base: "partial[Tensor] | None") -> Tensor: ...
 
@@ -108,7 +108,7 @@ def slerp(t: float) -> Merge:
 def ties(weights: Sequence[float], density: float) -> Merge:
     """Return TIES (arXiv:2306.01708): the base model plus the mean of the models' differences from
     it. Of each difference, the fraction `density` of largest elements is kept; each element has the
-    sign of the weighted sum over models, and is the weighted mean of those with this sign."""
+    sign of the weighted sum over models, and is the weighted mean of elements with this sign."""
 
     def trimmed(read: "partial[Tensor]", base: Tensor) -> Tensor:
         difference = read().sub_(base)

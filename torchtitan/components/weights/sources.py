@@ -118,7 +118,7 @@ def _files_of(folder: Path, source_format: Format) -> list[Path]:
 
 
 def _tensors_digest(folder: Path, source_format: Format) -> str:
-    """Read all tensors of a checkpoint, several at a time, and return the digest of them."""
+    """Read all tensors of a checkpoint, several at a time, and return their digest."""
     import xxhash
 
     source = _stored(folder, source_format)

@@ -248,8 +248,8 @@ class MetaSource(TensorSource):
 
 
 def meta_files(folder: Path) -> list[Path]:
-    """Return the files of weights with Meta's names in a folder, in order; those of torchtune if
-    there are no others. Raise `UserError` if these are of several models or incomplete."""
+    """Return the files of weights with Meta's names in a folder, in order; without such files,
+    torchtune's. Raise `UserError` if torchtune's files are of several models or incomplete."""
     return sorted(folder.glob(META_FILES)) or weights_in(folder)
 
 

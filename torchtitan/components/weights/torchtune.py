@@ -142,7 +142,7 @@ class TorchtuneView(View):
         super().__init__(source, _specs(source, recipes), recipes)
         if model_type in _OTHERWISE:
             logger.warning(
-                "torchtune %s, so logits differ from those in torchtune",
+                "torchtune %s, so logits differ from torchtune's",
                 _OTHERWISE[model_type],
             )
 

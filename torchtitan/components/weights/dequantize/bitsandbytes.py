@@ -41,7 +41,7 @@ class _FourBitWeight(QuantizedWeight):
     kind: str
     """`nf4` or `fp4`."""
     has_own_levels: bool
-    """True if its tables differ from those of the library."""
+    """True if its tables differ from the library's."""
 
     def __post_init__(self) -> None:
         names = ["absmax", "quant_map"]
@@ -53,7 +53,7 @@ class _FourBitWeight(QuantizedWeight):
     def kept(self) -> FewBits | str:
         width = self.spec.shape[-1]
         if self.has_own_levels:
-            return "its table of values is not that of bitsandbytes"
+            return "its table of values differs from the table of bitsandbytes"
         if width % self.block:
             return f"its {width} inputs are not whole blocks of {self.block} values"
         dtype = str(self.spec.dtype).removeprefix("torch.")

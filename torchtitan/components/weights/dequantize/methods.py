@@ -64,7 +64,7 @@ _FORMATS = (
 """Formats of compressed-tensors."""
 
 _MLX = "mlx"
-"""Method of folders with the key `quantization`, which mlx-lm writes, alone or beside the same
+"""Method of folders with the key `quantization`, which mlx-lm writes, alone or with the same
 `quantization_config`."""
 
 _ALGORITHMS = ("FP8", "MIXED_PRECISION", "NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8")
