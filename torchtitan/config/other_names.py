@@ -1,14 +1,14 @@
-"""Options of other libraries, and what sets the same here.
+"""Options of other libraries, and their replacements here.
 
-Names are those of transformers' `TrainingArguments` and PEFT's `LoraConfig`, TRL, axolotl,
-LLaMA-Factory, ms-swift, Unsloth, torchtune, torchtitan before its configuration in Python, and
-litgpt, from their documentation.
+The names are from the documentation of transformers' `TrainingArguments`, PEFT's `LoraConfig`, TRL,
+axolotl, LLaMA-Factory, ms-swift, Unsloth, torchtune, litgpt, and torchtitan before its
+configuration in Python.
 """
 
 from collections.abc import Mapping
 
 _GLOBAL_BATCH = (
-    "--training.global_batch_size: windows per step on all ranks, from which accumulation follows"
+    "--training.global_batch_size: windows per step on all ranks, which sets the accumulation"
 )
 _RESUMING = (
     "nothing: a run with --checkpoint.enable and the same --dump_folder resumes; "
@@ -298,7 +298,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "dataset": _DATASET,
     "freeze_vit": _PARTS,
     "max_new_tokens": "--rollout.max_new_tokens, --callbacks.answers.max_new_tokens",
-    "merge_lora": "nothing: the last checkpoint has merged weights, and the adapter beside them",
+    "merge_lora": "nothing: the last checkpoint has merged weights, and the adapter next to them",
     "model": _MODEL,
     "model_name": _MODEL,
     "model_type": _MODULE,
@@ -329,7 +329,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "checkpoint.enable_checkpoint": "--checkpoint.enable",
     "checkpoint.interval_type": _INTERVAL,
     "float8.enable_float8_linear": _CONVERTERS,
-    "job.config_file": "--config_file run.yaml, beside --module and --config",
+    "job.config_file": "--config_file run.yaml, with --module and --config",
     "job.description": "nothing: --dump_folder names the run",
     "job.dump_folder": _FOLDER,
     "memory_estimation.enabled": "COMM_MODE=fake_backend, a dry run that counts the memory",

@@ -261,9 +261,9 @@ def needs_assets(function: Callable[..., object]) -> bool:
 
 
 def optional_parameters(function: Callable[..., object]) -> dict[str, Any]:
-    """Return name → type, without None, of the parameters of a configuration function that options
-    of the same names set: those of type str, int, float or bool. The configuration must also have
-    these options."""
+    """Return the optional parameters of a configuration function that have the type str, int, float
+    or bool, as name → type, without None. Options of the same names set these parameters; the
+    configuration must also have these options."""
     names, n_required = _parameters_of(function)
     optional = [name for name in names[n_required:] if name != _FAMILY_PARAMETER]
     if not optional:  # so that other annotations need not resolve

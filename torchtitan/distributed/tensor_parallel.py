@@ -158,8 +158,8 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _split_own_heads(module: OwnHeads, mesh: DeviceMesh) -> None:
-    """Split the own parameters of a module by heads, and compute with plain tensors. If all heads
-    use all of them, each rank has them, and their gradients are summed over the ranks."""
+    """Split a module's own parameters by heads, and compute with plain tensors. If all heads use
+    all rows, each rank has all rows, and the gradients are summed over the ranks."""
     shard_parameters(module, mesh, None if module.is_shared else "out")
     gradients = [Partial()] if module.is_shared else None
     compute_with_local_parameters(

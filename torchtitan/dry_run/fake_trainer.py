@@ -188,7 +188,7 @@ class FakeTrainer(Trainer):
         return [part for model in self.models.values() for part in model.parts]
 
     def measure_images(self, images: ImageInputs | None) -> None:
-        """Add the work of the parts of the model that read images, and the memory that they keep
+        """Add the work of the model parts that read images, and the memory that these parts keep
         for the backward pass of a micro-batch. They run by themselves, on the meta device: towers
         read the sizes of images, and the tensors of a step have no values."""
         if images is None:

@@ -19,7 +19,7 @@ from torchtitan.tools.errors import UserError
 Numbers = NDArray[numpy.float64]
 
 _LEAST_STRENGTH, _MOST_STRENGTH = 0.1, 5.0
-"""Strengths of the Dirichlet distributions, of which the lowest give mixtures of nearly one source
+"""Strengths of the Dirichlet distributions; the lowest strengths give mixtures of nearly one source
 (arXiv:2407.01492, appendix)."""
 
 _MOST_DRAWS = 200
@@ -34,7 +34,7 @@ _PERCENT = 100
 
 def draw_mixtures(around: Sequence[float], n: int, seed: int = 0) -> list[tuple[int, ...]]:
     """Return different mixtures in percent: `around` first, then random ones. `around` has a share
-    above 0 for each source. Raise `UserError` if there are hardly so many."""
+    above 0 for each source. Raise `UserError` if the draws find fewer than `n` mixtures."""
     shares = numpy.array(around) / sum(around)
     found = {_in_percent(shares): None}
     random = numpy.random.default_rng(seed)
@@ -132,8 +132,8 @@ class MixtureLaw:
         return float(numpy.corrcoef(forecast, measured)[0, 1])
 
     def proposal(self, around: Sequence[float]) -> tuple[int, ...]:
-        """Return the mean of the mixtures with the lowest forecasts, among many from the same
-        distribution as those of the runs; deterministic."""
+        """Return the mean of the mixtures with the lowest forecasts, out of many that are drawn
+        like the runs' mixtures; deterministic."""
         shares = numpy.array(around) / sum(around)
         candidates = _draw(numpy.random.default_rng(1), shares, _CANDIDATES)
         order = numpy.argsort(candidates @ self.coefficients, kind="stable")

@@ -29,7 +29,7 @@ _MOST_FIRST_LAYERS = 16
 """Layers of the smallest dry run; layers of kinds that only occur among these are counted in it."""
 
 _OTHER_THAN_LAYERS = 4
-"""Layers whose dry run takes as long as that of everything else."""
+"""Layers whose dry run takes as long as the dry run of everything else."""
 
 
 class Split(NamedTuple):
@@ -110,8 +110,8 @@ def find_facts(config: Trainer.Config) -> Facts:
     n_layers = getattr(model, "n_layers", 0)
     if not n_layers:
         raise UserError(
-            f"{type(model).__qualname__} counts no repeated layers, from which foresight takes the "
-            "time and memory of a model"
+            f"{type(model).__qualname__} counts no repeated layers; foresight takes the time and "
+            "memory of a model from them"
         )
 
     def build(n_layers: int) -> Any:
@@ -145,8 +145,8 @@ def _is_model(model: Any, n_layers: int) -> bool:
 
 def find_prefixes(kinds: Sequence[object], is_model: Callable[[int], bool]) -> Prefixes:
     """Return models of the first layers whose differences give the mean of the layers after the
-    shortest one, as a number of layers of each kind: those that are measured fastest. Raise
-    `UserError` if there are none.
+    shortest model, as a number of layers of each kind: the models that are measured fastest. Raise
+    `UserError` if no models have such differences.
 
     Args:
         kinds: the kind of each layer.

@@ -127,11 +127,11 @@ class ModelConverter(Configurable):
         that step."""
 
     def post_optimizer_hook(self, model_parts: list[nn.Module]) -> None:
-        """Act after each optimizer step, of which a training step may take several or none."""
+        """Act after each optimizer step. A training step may take several of them, or none."""
 
     def refresh_hook(self, model_parts: list[nn.Module]) -> None:
         """Refresh state derived from the weights: after each optimizer step, and whenever other
-        weights replace them, such as averages or those of a checkpoint."""
+        weights replace them, such as averages or the weights of a checkpoint."""
 
     def write_export_files(
         self, folder: Path, spec: ModelSpec, model: nn.Module, read: Callable[[str], Tensor]

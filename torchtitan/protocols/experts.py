@@ -119,7 +119,7 @@ class LoadBalanced(nn.Module):
         "increase --model.moe.penalties.batch_loss, or --model.moe.bias_rate of a router with "
         "selection biases"
     )
-    """What gives starving experts more tokens."""
+    """Options that give starving experts more tokens."""
 
     stage_layers: int | None = None
     """Layers of this pipeline stage whose tokens it counts together, if the stages' routers are

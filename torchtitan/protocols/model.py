@@ -47,7 +47,7 @@ class BaseModel(nn.Module, Configurable):
 
         @property
         def layer_kinds(self) -> list[object]:
-            """What tells each layer from others that take another time or memory."""
+            """The kind of each layer; layers that take another time or memory have another kind."""
             return [None] * getattr(self, "n_layers", 0)
 
         def with_layers(self, n_layers: int) -> Self:

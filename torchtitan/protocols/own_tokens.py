@@ -1,5 +1,5 @@
-"""`OwnTokens`: where a model that gets whole samples, such as images, divides their tokens among
-context-parallel ranks, and joins the results."""
+"""`OwnTokens`, a part of a model that gets whole samples, such as images: it divides their tokens
+among context-parallel ranks, and joins the results."""
 
 from typing import Protocol
 

@@ -195,7 +195,7 @@ class Permuted(Transform):
 
 @dataclass(frozen=True)
 class Unsqueezed(Transform):
-    """A vector of ours, which has further dimensions of size 1 in the other format: `before` its
+    """A vector here that has further dimensions of size 1 in the other format: `before` its
     elements, and `after` them."""
 
     before: int = 1

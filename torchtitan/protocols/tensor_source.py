@@ -49,8 +49,8 @@ class TensorSource(ABC):
     specs: Mapping[str, TensorSpec]
 
     forms: Mapping[str, str] = {}
-    """How tensors that are stored in few bits can be kept in them, by name
-    (`components.weights.few_bits`). The others are stored as read, or cannot be kept
+    """Forms in which tensors stored in few bits can stay so, by name
+    (`components.weights.few_bits`). Other tensors are stored as read, or cannot be kept
     (`reasons`)."""
 
     reasons: Mapping[str, str] = {}

@@ -34,7 +34,7 @@ _PUBLISHED_PEAKS: tuple[tuple[str, float], ...] = (
 )
 
 # Rows of the square matrices that are timed, and the seconds for all of them. A GPU first raises
-# its clock; on a CPU, where the first step waits, the largest size is for many cores.
+# its clock; on a CPU, the first step waits, and the largest size is for many cores.
 _CPU_SIZES, _CPU_SECONDS = (512, 1024, 2048), 0.1
 _GPU_SIZES, _GPU_SECONDS = (2048, 4096), 0.35
 _GIB = 2**30

@@ -151,8 +151,8 @@ def reading_operation() -> Any:
 
 
 def fused_attention() -> Any:
-    """Return the operation of attention that keeps no weights, for queries, keys and values of
-    equally many heads, with `attn_mask`; the first result is that of attention."""
+    """Return the operation of attention that keeps no weights, for queries, keys and values with
+    the same number of heads, with `attn_mask`. Its first result is attention's output."""
     import torch
 
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -70,7 +70,7 @@ def build_data_progress(
         logger.log(
             logging.WARNING if n_steps > training.steps else logging.INFO,
             f"--training.epochs {training.epochs} sets the length of the run, {n_steps:,} steps, "
-            f"in place of --training.steps {training.steps}; leave out --training.epochs to train "
+            f"in place of --training.steps {training.steps}; omit --training.epochs to train "
             "by steps",
         )
     return run_length

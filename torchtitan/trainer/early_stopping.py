@@ -16,9 +16,9 @@ _OPTION = "--callbacks.earlystopping.metric"
 
 
 class EarlyStopping(Callback):
-    """End the run after `patience` measurements of a metric in a row that are no better than the
+    """End the run after `patience` measurements of a metric in a row that do not improve on the
     best one. A resumed run continues the count, as checkpoints contain it. A measurement without a
-    number, such as of a validation without any verdict, is no improvement."""
+    number, such as of a validation without any verdict, is not an improvement."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Callback.Config):
@@ -32,7 +32,7 @@ class EarlyStopping(Callback):
         """Measurements in a row without improvement that end the run."""
 
         min_delta: float = 0.0
-        """Smaller changes are no improvement."""
+        """Smaller changes are not an improvement."""
 
         goal: Goal = "auto"
         """Direction of better values; auto: by the name, for losses and accuracies."""

@@ -102,8 +102,8 @@ class Evaluation(PeriodicEvaluation):
             return {name: Path(path) for name, path in pairs}
 
         def evaluates(self, task: str) -> bool:
-            """Return whether there is a result of this name; with lm-eval's tasks, always, since
-            those of a group have results of their own."""
+            """Return whether there is a result of this name. With lm-eval's tasks, always return
+            True, since the tasks of a group have their own results."""
             return bool(self.tasks) or (bool(self.files) and task in (MEAN, *self.named_files()))
 
         def load_tasks(self) -> "HarnessTasks":

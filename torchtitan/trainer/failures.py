@@ -72,7 +72,7 @@ def save_last_step(trainer: Any, error: BaseException) -> None:
     """Save the last complete step of a `Trainer` that an error of the user's code or data ends.
     With several ranks, save only after a `SharedError`, or if all ranks have failed at the same
     step; a rank that fails alone ends the collectives of the others. Say so if there is nothing to
-    save, if the weights are between two steps, or if the save fails. Raise `UserError` in place of
+    save, if the weights are between two steps, or if the save fails. Raise `UserError` instead of
     the error that another rank's failure has caused."""
     failure = trainer.agreement.announced() if is_lost_rank(error) else ""
     if failure or is_of_user(error) or error is trainer.step_failure.error:
@@ -85,8 +85,9 @@ def save_last_step(trainer: Any, error: BaseException) -> None:
 
 
 def _end_collectives(trainer: Any, error: BaseException) -> float:
-    """End the collectives of the other ranks, in which they may wait for this one. Return the time
-    that they have to fail too: of a step, whose computation cannot be ended."""
+    """End the collectives of the other ranks, which may wait for this rank. Return the seconds that
+    these ranks get to fail as well: a step's timeout if their collectives end, since a computation
+    cannot be ended."""
     if world_size() == 1:
         return SECONDS
     comm = trainer.config.comm

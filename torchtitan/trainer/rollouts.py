@@ -138,7 +138,7 @@ class RolloutTrainer(Trainer):
     """For `measures_named`: means of the rewards of trajectories with a verdict, of the numbers of
     sampled tokens, and of whether the last token is not in `stop_ids`, the context ended the
     trajectory, and it has no verdict. With `--rollout.function` also the mean number of tokens of
-    later turns that were not computed again, since their keys and values were kept."""
+    later turns that were not recomputed, since their keys and values were kept."""
     staleness_measures = ("staleness", "staleness_max", "dropped")
     """For `measures_named`: mean and maximum of the ages of sampled tokens, in steps, and the
     rollouts that were dropped since the step before; only with `--rollout.max_staleness`."""
@@ -197,9 +197,9 @@ class RolloutTrainer(Trainer):
         return callbacks
 
     def next_groups(self, batches: Iterator[Batch], number: int = 0) -> list[Group]:
-        """Return the trajectories of the next global batch, of which a step may need several
-        (`number`). With `--rollout.max_staleness`, its rollouts may have begun in earlier
-        steps."""
+        """Return the trajectories of the next global batch. A step may need several global
+        batches; `number` counts them from 0. With `--rollout.max_staleness`, the rollouts may have
+        begun in earlier steps."""
         n_ahead = self.config.rollout.max_staleness
         if not n_ahead:
             load = super().next_micro_batches

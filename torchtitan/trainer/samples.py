@@ -171,7 +171,7 @@ def template_of(trainer: Run, user: str) -> ChatTemplate:
 def _continued(tokenizer: Tokenizer, text: str) -> _Prompt:
     ids = tokenizer.encode(text, add_eos=False)
     if not ids:
-        raise UserError("--callbacks.samples.prompts: a prompt is empty, and there is no BOS")
+        raise UserError("--callbacks.samples.prompts: a prompt is empty, and gets no BOS")
 
     def read(new: list[int]) -> str:
         stream = TextStream(tokenizer, ids)

@@ -18,8 +18,8 @@ class TokenLosses:
 
     Args:
         loss: a `CrossEntropyLoss`.
-        has_failed: tells whether this rank has failed in the step (`StepFailure`), which then has
-            no losses, or those of other tokens.
+        has_failed: tells whether this rank has failed in the step (`StepFailure`). Such a step
+            has no losses, or losses of other tokens.
     """
 
     def __init__(self, loss: Any, parallel_dims: ParallelDims, has_failed: Callable[[], bool]):

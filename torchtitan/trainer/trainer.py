@@ -113,8 +113,8 @@ class Trainer(Configurable):
     has_own_pipeline: ClassVar[bool] = False
     """True with a custom `build_pipeline`."""
     unit: ClassVar[str] = "tokens"
-    """What a run counts, in metrics and messages. A model without tokens counts its samples, such
-    as `images`: a sample then has the length 1 (`training.seq_len`)."""
+    """Unit that a run counts, in metrics and messages. A model without tokens counts its samples,
+    such as `images`: a sample then has the length 1 (`training.seq_len`)."""
     sequences_per_sample: ClassVar[int] = 1
     """Sequences of `training.seq_len` tokens in a sample, for the count of tokens."""
     measures_class: ClassVar[type[Measures]] = Measures

@@ -66,7 +66,7 @@ def on_policy(hf_assets_path: str, family: ModuleType | None = None) -> OnPolicy
 
 
 def gkd(hf_assets_path: str, family: ModuleType | None = None) -> GKDTrainer.Config:
-    """Generalized knowledge distillation on the student's own answers and on those of the data:
+    """Generalized knowledge distillation on the student's own answers and the answers in the data:
     `--dataloader.dataset my.jsonl`."""
     loss = DistillationLoss.Config(kind="jensen_shannon")
     loader = AnsweredPromptDataLoader.Config(dataset=[], too_long="error")

@@ -1,6 +1,6 @@
 """The trainers of distillation: `DistillationTrainer`, with a frozen teacher that runs with the
 student or is read from a cache, and `OnPolicyTrainer` for the student's own answers
-(`gkd.GKDTrainer`: mixed with those of the data)."""
+(`gkd.GKDTrainer`: mixed with the answers in the data)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -42,7 +42,7 @@ class FlowMatchingTrainer(Trainer):
 
         def validate(self) -> None:
             seq_len = self.training.seq_len
-            require(seq_len == 1, "--training.seq_len", seq_len, "1, since images are no sequences")
+            require(seq_len == 1, "--training.seq_len", seq_len, "1, as images are not sequences")
             require(
                 not self.parallelism.disable_loss_parallel,
                 "--parallelism.disable_loss_parallel",

@@ -94,8 +94,8 @@ class RatedRolloutTrainer(ReferenceTrainer, RolloutTrainer):
 def mean_rewards(
     rated: Iterable[tuple[int, float]],
 ) -> tuple[Array, npt.NDArray[np.float64]]:
-    """Return the numbers of prompts, in order, and the mean reward of each. The means do not depend
-    on the order, which the layout changes, of what is `rated`."""
+    """Return the numbers of prompts, in order, and the mean reward of each prompt. The means do not
+    depend on the order of `rated`, which the layout changes."""
     every = sorted(rated)
     numbers, places, counts = np.unique(
         np.array([number for number, _ in every], np.int64), return_inverse=True, return_counts=True

@@ -45,8 +45,8 @@ def rows_of(projection: nn.Module, factor_E: Tensor) -> list[tuple[Tensor, Tenso
 
 
 def _row_parameters(projection: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters whose rows, all multiplied by a factor, multiply the outputs by it: of
-    DoRA, the magnitude of each row in place of the frozen matrix and its adapter."""
+    """Return the parameters whose rows, all multiplied by a factor, multiply the outputs by this
+    factor. DoRA's magnitude of each row replaces the frozen matrix and its adapter."""
     named = dict(projection.named_parameters(recurse=False))
     matrix = "magnitude" if "magnitude" in named else "weight"
     return {name: named[name] for name in (matrix, "bias") if name in named}

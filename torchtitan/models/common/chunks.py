@@ -13,8 +13,8 @@ _CHUNK = 64
 """Tokens per chunk: larger chunks need more operations, smaller ones more sequential steps."""
 
 _CHUNK_OF_ELEMENTS = 16
-"""Tokens per chunk with a decay per element, where each pair of tokens has as many factors as a key
-has elements."""
+"""Tokens per chunk with a decay per element: each pair of tokens then has one factor per element of
+a key."""
 
 
 class Chunks:

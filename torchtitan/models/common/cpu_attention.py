@@ -69,12 +69,12 @@ def causal_gradients(
     lse_BHL: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values from that of the results."""
+    """Return the gradients of queries, keys and values from the gradient of the results."""
     n_samples, _, length, dim = q_BHLD.shape
     n_kv_heads = k_BKLD.shape[1]
-    # Probabilities times the square root of the number of keys, between diffuse and peaked
-    # attention, so that their logarithms are small and have small rounding errors. The gradient
-    # is divided by it instead.
+    # Probabilities are multiplied by the square root of the number of keys, a compromise between
+    # diffuse and peaked attention: their logarithms are then small, with small rounding errors.
+    # The gradient is divided by this root instead.
     weight_L1 = torch.arange(1, length + 1, dtype=torch.float32).rsqrt()[:, None]
     shift_BHL1 = (lse_BHL[..., None] + weight_L1.log()) / scale
     weighted_BHLD = grad_BHLD * weight_L1

@@ -30,8 +30,8 @@ class PackagedKernel:
 
     package: str
     release: str
-    """The package's release, such as 0.6, with which tests compare the function. Others may take
-    other arguments, or mean something else by them."""
+    """The package's release that tests use, such as 0.6. The function of another release may
+    take other arguments, or give them another meaning."""
     module: str
     function: str
     adapt: Callable[..., Tensor]
@@ -59,7 +59,7 @@ def is_fusable(x_BLJ: Tensor, attention: AttentionMetadata) -> bool:
 @functools.cache
 def load_kernel(name: str) -> FusedRecurrence | None:
     """Return the first kernel of `KERNELS[name]` whose package is installed in its release, and log
-    the choice, once per process. None: there is none, or no CUDA."""
+    the choice, once per process. Return None without such a kernel or without CUDA."""
     if not torch.cuda.is_available():
         return None
     kernels = KERNELS[name]

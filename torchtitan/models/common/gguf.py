@@ -1,10 +1,10 @@
 """Decoders in GGUF, the format of llama.cpp: names of weights and metadata, from a table of each
 family.
 
-An architecture of llama.cpp computes what it computes: few of its choices are in the file. So an
+The computation of an architecture is fixed in llama.cpp: few choices are in the file. So an
 `Architecture` states what a model must be, and everything else is refused. The requirements are
-those of llama.cpp's sources (src/models, July to November 2026), and its results are compared in
-tests/models/test_gguf.py.
+from llama.cpp's sources (src/models, July to November 2026); tests/models/test_gguf.py compares
+the results.
 """
 
 import math
@@ -115,10 +115,10 @@ class Architecture:
     """The file says which layers have windows."""
 
     tying: Tying = Tying()
-    """How it ties the output to the embedding."""
+    """Tying of the output to the embedding."""
 
     experts: Experts | None = None
-    """How it routes; None: it has no experts."""
+    """Routing; None without experts."""
 
     keys: Callable[[Any], dict[str, Any]] = lambda config: {}
     """Return further metadata. Raises `UserError` for a model that it does not compute."""
@@ -129,19 +129,19 @@ LATENT_EPS = 1e-6
 nets; llama.cpp adds --model.norm_eps there."""
 
 _LARGEST_EPS = 1e-5
-"""Of published models."""
+"""The largest `norm_eps` of published models."""
 
 
 def check_eps(config: Decoder.Config) -> None:
-    """Warn of a model whose norms add another number to those of latents and delta nets. Raise
-    `UserError` if the difference matters."""
+    """Warn if a model's norms of latents and delta nets add another number than its other norms.
+    Raise `UserError` if the difference matters."""
     eps = config.norm_eps
     must = f"at most {_LARGEST_EPS}, since it adds that to norms of latents and delta nets too"
     require_gguf(eps <= _LARGEST_EPS, "norm_eps", eps, must)
     if eps != LATENT_EPS:
         logger.warning(
-            "llama.cpp adds --model.norm_eps %s in norms of latents and delta nets, to which this "
-            "model adds %s: its numbers differ slightly",
+            "llama.cpp adds --model.norm_eps %s in norms of latents and delta nets, but this model "
+            "adds %s: its numbers differ slightly",
             eps,
             LATENT_EPS,
         )
@@ -215,9 +215,9 @@ def _transformed(row: KeyMapping, architecture: Architecture, config: Decoder.Co
 
 
 def divisors(rope: RoPEConfig, head_dim: int) -> KeyMapping:
-    """Return the row of the divisor of each of RoPE's frequencies, a tensor."""
+    """Return the row of the tensor with a divisor for each of RoPE's frequencies."""
     unscaled = rope_frequencies(RoPEConfig(theta=rope.theta), head_dim)
-    # of pairs that are not rotated, so large that the angles round to 0
+    # Divisors of pairs that are not rotated are so large that the angles round to 0.
     factors = (unscaled / rope_frequencies(rope, head_dim)).clamp(max=1e30)
     return KeyMapping((), "rope_freqs.weight", Constant(tuple(factors.tolist())))
 

@@ -1,4 +1,4 @@
-"""Names and layouts of decoders' weights in GGUF, of which families take those that they have."""
+"""Names and layouts of decoders' weights in GGUF; each family takes the rows of its own weights."""
 
 import functools
 from dataclasses import dataclass

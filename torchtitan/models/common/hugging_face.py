@@ -224,9 +224,9 @@ def dense_format(
     Args:
         without: beginnings of the names of tensors that are not read.
         renamed: part of a tensor's name in files → in the rows.
-        class_rows: type → rows that replace those of the same tensors in the class of transformers,
-            if its files have another layout; files in this layout are read too. Experts with one
-            tensor for those of a layer have `fused_expert_rows` there.
+        class_rows: type → rows that replace the rows of the same tensors in the class of
+            transformers, if the type's files have another layout. Files in the layout of the class
+            are also read. For experts in separate tensors, `fused_expert_rows` is the default.
     """
     for kind in model_types.values():
         named = {name.partition(".")[0] for name in (*kind.keys.values(), *kind.ropes)}
@@ -271,8 +271,8 @@ def _class_adapter(
     class_rows: Mapping[str, Sequence[KeyMapping]],
     config: Decoder.Config,
 ) -> StateDictAdapter | None:
-    """Return the table of the class of transformers, with the experts of a layer in one tensor;
-    None if it is that of the files."""
+    """Return the table for the class of transformers, with the experts of a layer in one tensor;
+    None if it equals the table for the files."""
     rows = _rows_of(model_types, config)
     others = [*class_rows.get(_written_type(model_types, config), ())]
     if any(isinstance(row.transform, Stacked) for row in rows):

@@ -180,7 +180,7 @@ class LatentDecoder:
         return Attention(scale=scale)
 
     def score_scale(self) -> float:
-        """Return the factor of the products of queries and keys."""
+        """Return the factor of query-key products."""
         return float(self.config.resolved_head_dim**-0.5)
 
 
@@ -226,6 +226,6 @@ def with_widths(document: dict[str, Any], plain: int) -> dict[str, Any]:
 
 
 def widths_of(config: Any) -> dict[str, int]:
-    """Return the widths of the parts of a head, with and without positions."""
+    """Return the widths of a head's parts with and without positions."""
     rotated = config.rope.rotated_dim(config.resolved_head_dim)
     return {"qk_rope_head_dim": rotated, "qk_nope_head_dim": config.resolved_head_dim - rotated}

@@ -34,7 +34,7 @@ class SparseQueries(NamedTuple):
 class Indexer(nn.Module):
     """Queries, one key and weights of `n_heads` heads of width `head_dim`, for the choice of the
     tokens with the largest scores. Its parameters are frozen, since the choice has no gradient:
-    DeepSeek trains them apart, by the divergence of its scores from those of attention.
+    DeepSeek trains them separately, by the divergence of their scores from attention's scores.
 
     `interleaved`: RoPE, of the first part of each head, rotates neighbors.
     """
@@ -111,8 +111,8 @@ class SparseLatentScores(LatentScores):
 
     @torch.no_grad()
     def choose(self, q: SparseQueries, k_BSE: Tensor, attention: AttentionMetadata) -> Tensor:
-        """Return which keys each token sees, (B, L, S): those with the largest scores `sum_j w_j
-        relu(q_j k)` (equation 1), of its document and not after it."""
+        """Return which keys each token sees, (B, L, S): the keys of its document, not after it,
+        with the largest scores `sum_j w_j relu(q_j k)` (equation 1)."""
         seen_BLS = seen_keys(attention, k_BSE.device)
         seen_BLS = seen_BLS.expand(len(k_BSE), -1, -1)
         factor = self.index_dim**-0.5 * q.index_BLJE.shape[2] ** -0.5

@@ -81,7 +81,7 @@ _MISTRAL_4 = replace(
     V3,
     architecture="Mistral4ForCausalLM",
     config=Mistral4Model.Config,
-    # In its files, too, the experts of a layer have one tensor.
+    # Its files also have one tensor for the experts of a layer.
     rows=(*DENSE, *rows.fused_expert_rows(), *rows.shared_rows("shared_experts")),
     keys={**_KEYS, GROWTH: GROWTH},
     defaults={

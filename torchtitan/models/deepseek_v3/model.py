@@ -263,7 +263,7 @@ TYPES = {"deepseek_v3": V3, "kimi_k2": V3, "deepseek_v2": _V2, "glm4_moe_lite": 
 
 
 _WITHOUT_QUERY_LATENTS = (26, 27)
-"""Numbers of layers of the models whose queries have no latents, by which llama.cpp knows them."""
+"""Layers of the models whose queries have no latents; llama.cpp knows them by these numbers."""
 
 
 def _gguf_keys(config: DeepSeekModel.Config) -> dict[str, Any]:
@@ -292,8 +292,8 @@ def gguf_keys(config: DeepSeekModel.Config) -> dict[str, Any]:
 
 
 def require_usual_growth(config: DeepSeekModel.Config) -> None:
-    """Raise `UserError` unless the growth of scores is that of the published models with YaRN, the
-    only one that llama.cpp computes except for DeepSeek-V2 and V3."""
+    """Raise `UserError` unless scores grow as in the published models with YaRN. llama.cpp computes
+    other growth only for DeepSeek-V2 and V3."""
     growth, scaled = config.mscale_all_dim, config.rope.is_scaled
     gguf.require_gguf(growth == 1.0 or not scaled, "mscale_all_dim", growth, "1.0 with YaRN")
 

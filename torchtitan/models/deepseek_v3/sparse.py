@@ -33,7 +33,7 @@ from torchtitan.tools.errors import require
 
 
 class DeepSeekSparseModel(DeepSeekModel):
-    """DeepSeek-V3's decoder, in which an indexer chooses the tokens that each token sees."""
+    """DeepSeek-V3's decoder with an indexer, which chooses the tokens that each token sees."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(DeepSeekModel.Config):

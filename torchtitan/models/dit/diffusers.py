@@ -117,7 +117,7 @@ def _from_external(document: Mapping[str, object]) -> DiTModel.Config:
     computed = {**_FIXED, "out_channels": channels}
     for key, value in computed.items():
         if document.get(key, value) not in (value, None):
-            raise reader.wrong(key, document[key], f"{value!r}, which is what is computed here")
+            raise reader.wrong(key, document[key], f"{value!r}, the only value computed here")
     return DiTModel.Config(
         dim=heads * width,
         n_layers=reader.whole_number("num_layers"),

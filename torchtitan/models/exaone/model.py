@@ -151,7 +151,7 @@ FORMAT = dense_format(
 )
 
 _WITH_WINDOWS = 64
-"""Layers of the only size of EXAONE 4 with windows, by which llama.cpp recognizes it."""
+"""Layers of the only size of EXAONE 4 with windows; llama.cpp recognizes it by this number."""
 
 
 def _gguf_keys(config: Exaone4Model.Config) -> dict[str, Any]:

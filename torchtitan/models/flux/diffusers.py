@@ -108,10 +108,12 @@ def _from_external(document: Mapping[str, object]) -> FluxModel.Config:
     )
     n_values = reader.whole_number("in_channels")
     if n_values % _PATCH**2:
-        raise reader.wrong("in_channels", n_values, f"a multiple of {_PATCH**2}, those of a patch")
+        raise reader.wrong(
+            "in_channels", n_values, f"a multiple of {_PATCH**2}, the values of a patch"
+        )
     for key, value in (("out_channels", n_values), ("patch_size", 1)):
         if document.get(key) not in (value, None):
-            raise reader.wrong(key, document[key], f"{value}, which is what is computed here")
+            raise reader.wrong(key, document[key], f"{value}, the only value computed here")
     axes = document.get("axes_dims_rope", [16, 56, 56])
     if not (isinstance(axes, list) and len(axes) == 3 and all(type(n) is int for n in axes)):
         raise reader.wrong("axes_dims_rope", axes, "three whole numbers")

@@ -200,7 +200,7 @@ FORMAT = dense_format(
 )
 
 _LARGEST = {Gemma2Model.Config: 46, Gemma3Model.Config: 62}
-"""Layers of the 27B models, by which llama.cpp knows them: their scores have another scale."""
+"""Layers of the 27B models, whose scores have another scale; llama.cpp knows them by the number."""
 
 
 def _gguf_scores(config: Gemma2Model.Config) -> dict[str, Any]:

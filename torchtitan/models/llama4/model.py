@@ -164,7 +164,7 @@ FORMAT = dense_format(
 )
 
 _MAVERICK = 128
-"""Experts of the size without norms of queries and keys, by which llama.cpp recognizes it."""
+"""Experts of the size without norms of queries and keys; llama.cpp recognizes it by this number."""
 
 
 def _gguf_keys(config: Llama4Model.Config) -> dict[str, Any]:

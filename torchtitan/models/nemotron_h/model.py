@@ -272,7 +272,7 @@ _GGUF_ROWS = (
 
 
 def _gguf_keys(config: NemotronHModel.Config) -> dict[str, Any]:
-    """Return the metadata of layers: those with a width of 0 and no heads are Mamba 2."""
+    """Return the metadata of layers; a layer with a width of 0 and no heads is Mamba 2."""
     is_recurrent(config)
     if step := config.mamba.least_step:
         logger.warning(

@@ -80,8 +80,8 @@ def returns_router_loss(config: Any) -> bool:
 
 
 def records_routers(model: Any) -> bool:
-    """Return whether a class, of which a pipeline stage has a part, has routers whose logits it
-    records."""
+    """Return whether a class has routers whose logits it records. `model` is a pipeline stage's
+    part of the class."""
     recorded = model.get_decoder().can_record_outputs.get("router_logits")
     if recorded is None:  # its blocks return them
         return True

@@ -59,8 +59,8 @@ def unsupported_context(document: Mapping[str, object]) -> str:
 
 
 def _rope_of_lengths(config: Any) -> str:
-    """Return the type of RoPE whose frequencies the class computes anew from the largest position
-    that it gets, as in transformers' `dynamic_rope_update`; "": none."""
+    """Return the type of RoPE whose frequencies the class recomputes from the largest position that
+    it gets, as in transformers' `dynamic_rope_update`; "" without such a type."""
     for part in (config, config.get_text_config(decoder=True)):
         parameters = getattr(part, "rope_parameters", None) or {}
         ropes = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]

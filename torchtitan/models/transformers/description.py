@@ -112,7 +112,7 @@ def _global_value(config: PretrainedConfig, name: str, default: Any) -> Any:
 
 
 def _check_sections(document: Mapping[str, object], config: PretrainedConfig) -> None:
-    """Refuse sizes beside the section that a class reads them from: it would take its defaults."""
+    """Refuse sizes outside the section that a class reads: the class would take its defaults."""
     text = config.get_text_config(decoder=True)
     if text is config or any(name in document for name in config.sub_configs):
         return

@@ -45,7 +45,7 @@ def is_language_model(config: Any) -> bool:
 
 
 def _tower_types(config: Any) -> set[type]:
-    """Return the types of the parts of a configuration besides its language model."""
+    """Return the types of a configuration's vision towers, without its language model's type."""
     text = config.get_text_config(decoder=True)
     names = filter(_TOWERS.search, config.sub_configs)
     parts = [getattr(config, name, None) for name in names]
@@ -161,7 +161,7 @@ def features_in(output: Any) -> list[Tensor]:
 
 
 def join_image_experts(model: nn.Module) -> None:
-    """Let each layer depend, with gradients of 0, on its experts for the tokens of images: ERNIE
+    """Make each layer depend, with gradients of 0, on its experts for the tokens of images: ERNIE
     4.5's class skips them in a batch without images, and ranks must reduce the same gradients."""
     for module in model.modules():
         if hasattr(module, "vision_moe"):
@@ -184,9 +184,9 @@ def reading_blank(
 ) -> Iterator[None]:
     """Make a class read the blank image of a batch without images, and add its features times 0 to
     the embeddings: each rank must gather the same weights and reduce the same gradients.
-    `projector` returns the parameters of the projector, whose gradients are 0 if features pass it
-    after the class's method: elsewhere, those of parts that images do not reach, such as Janus's
-    for images that it draws, stay None, as with images."""
+    `projector` returns the parameters of the projector. Their gradients are 0 if features pass it
+    after the class's method. The gradients of parts that images do not reach, such as Janus's parts
+    for the images that it draws, stay None, as with images."""
     method = feature_owner(model).get_image_features
     arguments = feature_arguments(method, images.blank, dtype)
     zeros: list[Tensor] = []

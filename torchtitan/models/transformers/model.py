@@ -363,8 +363,8 @@ class TransformersModel(BaseModel):
         **head_inputs: Any,
     ) -> Tensor:
         """Return logits (B, L, V), or the result of `head`; see
-        `torchtitan.models.common.decoder.Decoder.forward`. `images` are those of the documents, in
-        their order.
+        `torchtitan.models.common.decoder.Decoder.forward`. `images` are the images of the
+        documents, in the order of the documents.
 
         The auxiliary loss of routers, if the class returns one, is computed over the global batch
         in the steps of a `LoadBalancer`, which do not show it; elsewhere, a loss includes the
@@ -402,7 +402,7 @@ class TransformersModel(BaseModel):
     def _next_tokens(
         self, tokens_BL: Tensor, attention: NextTokens, images: ImageInputs | None
     ) -> tuple[Any, Tensor]:
-        """Return the class's outputs and the hidden states of tokens after those in a cache."""
+        """Return the class's outputs and the hidden states of tokens that follow a cache."""
         inputs = None
         reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if images is not None:

@@ -333,15 +333,15 @@ class Packing:
         return (mask_BL.flatten()[index_NM] & mask_NM.bool()).flatten()
 
     def scatter(self, values_BL: Tensor, attention: AttentionMetadata | None) -> Tensor:
-        """Return packed values, (B, L, ...), in the form in which a class gets those of tokens in
-        `run`; padding repeats others."""
+        """Return packed values, (B, L, ...), in the form in which a class gets the values of tokens
+        in `run`; padding repeats other values."""
         if self.mode != "rows" or attention is None or attention.positions_BL is None:
             return values_BL
         index_NM = send(_rows(attention)[0], values_BL.device)
         return values_BL.flatten(0, 1)[index_NM]
 
     def gather(self, hidden_NMD: Tensor, attention: AttentionMetadata | None) -> Tensor:
-        """Return the results of a class for packed tokens, (B, L, ...), from those of `run`."""
+        """Return a class's results for packed tokens, (B, L, ...), from the results of `run`."""
         if self.mode != "rows" or attention is None or attention.positions_BL is None:
             return hidden_NMD
         _, mask_NM = _rows(attention)

@@ -107,7 +107,7 @@ class PerLayer:
         return {*self.counts, *self.lists, *self.chosen, *self.starts}
 
     def keep(self, values: dict[str, Any], kept: Sequence[int]) -> None:
-        """Keep some layers in `values`. Other counts than that of all layers become 2 at most."""
+        """Keep some layers in `values`. Counts other than the number of layers become 2 at most."""
         first_shared = self.n_layers - self.n_shared
         values.update(
             {

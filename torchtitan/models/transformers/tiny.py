@@ -133,7 +133,7 @@ def changed_result(
     found: Mapping[str, torch.Tensor],
     gradients: Mapping[str, torch.Tensor],
 ) -> str:
-    """Return what differs between logits and `found` gradients in a trial and those of the whole
+    """Return what differs between a trial, with `logits` and `found` gradients, and the whole
     model: "" if nothing differs by more than `CLONE_TOLERANCE`."""
     change = float((logits - expected).abs().max() / expected.abs().max())
     if not change <= CLONE_TOLERANCE:

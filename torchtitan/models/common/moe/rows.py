@@ -16,7 +16,7 @@ _IDENTITY = Identity()
 
 
 def selection_bias(name: str, transform: Transform = _IDENTITY) -> KeyMapping:
-    """Return the row of the bias of a router's choice; `name` is its place in a layer."""
+    """Return the row of a router's selection bias; `name` is the bias's place in a layer."""
     ours = "layers.*.moe.router.selection.bias_E"
     return KeyMapping(ours, f"model.layers.*.{name}", transform)
 
