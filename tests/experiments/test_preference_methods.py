@@ -642,7 +642,7 @@ def test_kto_warns_of_answers_of_one_kind(folder, tmp_path, caplog, kept, lackin
     ]
     (tmp_path / "some.jsonl").write_text("\n".join(rows))
     train(folder, tmp_path, "kto", **STEP, dataloader__dataset=[tmp_path / "some.jsonl"])
-    assert f"KTO also needs {lacking} ones" in caplog.text
+    assert f"KTO also needs {lacking} answers" in caplog.text
     caplog.clear()
     train(folder, tmp_path / "both", "kto", **STEP, dataloader__dataset=[folder / "answers.jsonl"])
     assert "KTO also needs" not in caplog.text
