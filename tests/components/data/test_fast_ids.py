@@ -122,7 +122,7 @@ def test_streams_are_the_same(worth, tokenizer):
 
     def encode() -> list[list[int]]:
         order = StreamOrder(shuffle=False, block_size=1, seed=0)
-        stream: Any = PackedStream([], [], tokenizer, cast(Any, None), order)
+        stream: Any = PackedStream([], [], [], tokenizer, cast(Any, None), order)
         encoded = StreamFeed(stream, cast(Any, None), 0, 1).encode(texts)
         return [[] if ids is None else ids.tolist() for ids in encoded]
 
