@@ -10,7 +10,7 @@ the results.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.gguf_rows import ROWS, Constant, PlusOne
@@ -92,9 +92,6 @@ class Architecture:
     config: type[Decoder.Config]
     """Configuration of the model here."""
 
-    computes: Callable[[Any], bool] = lambda config: True
-    """Return whether this is the architecture of a configuration, if several have its type."""
-
     rotation: Rotation = Rotation()
     """Its RoPE."""
 
@@ -107,12 +104,10 @@ class Architecture:
     any_head_width: bool = True
     """The heads may be wider or narrower than the model's width divided by their number."""
 
-    windows: Sequence[LayerType] = ()
-    """Types of layers, repeated, if it computes windows. Without them, the context is as long as
-    the window, within which every layer sees all earlier tokens."""
-
-    chooses_windows: bool = False
-    """The file says which layers have windows."""
+    windows: Sequence[LayerType] | Literal["stated"] = ()
+    """Types of layers, repeated, if it computes windows; `stated`: the file says which layers have
+    windows. Without them, the context is as long as the window, within which every layer sees all
+    earlier tokens."""
 
     tying: Tying = Tying()
     """Tying of the output to the embedding."""
@@ -122,6 +117,10 @@ class Architecture:
 
     keys: Callable[[Any], dict[str, Any]] = lambda config: {}
     """Return further metadata. Raises `UserError` for a model that it does not compute."""
+
+    def is_for(self, config: Any) -> bool:
+        """Return whether this is the architecture of a configuration. Several may have its type."""
+        return type(config) is self.config
 
 
 LATENT_EPS = 1e-6
@@ -161,7 +160,7 @@ def gguf_format(*architectures: Architecture) -> ExternalFormat:
 
     def find(config: Decoder.Config) -> Architecture:
         for each in architectures:
-            if type(config) is each.config and each.computes(config):
+            if each.is_for(config):
                 return each
         raise UserError(
             f"GGUF cannot hold this model: {type(config)._owner.__name__} has no architecture "
@@ -270,7 +269,7 @@ def _metadata(architecture: Architecture, config: Decoder.Config) -> dict[str, A
 def _windows(architecture: Architecture, config: Decoder.Config) -> dict[str, Any]:
     if not isinstance(config, WindowedDecoder.Config) or config.sliding_window is None:
         return {}
-    if architecture.chooses_windows:
+    if architecture.windows == "stated":
         pattern = [config.has_window(index) for index in range(config.n_layers)]
         return {
             "attention.sliding_window": config.sliding_window,
@@ -363,8 +362,7 @@ def _experts(architecture: Architecture, config: Any) -> dict[str, Any]:
 
 def _context(architecture: Architecture, config: Decoder.Config) -> int:
     window = getattr(config, "sliding_window", None)
-    has_windows = architecture.windows or architecture.chooses_windows
-    if has_windows or window is None or window >= config.max_seq_len:
+    if architecture.windows or window is None or window >= config.max_seq_len:
         return config.max_seq_len
     logger.warning(
         "llama.cpp computes no windows for this architecture: the file's context is "
@@ -382,13 +380,14 @@ def _check(architecture: Architecture, config: Decoder.Config) -> None:
     _check_parts(architecture, config)
     _check_rope(architecture, config)
     types = getattr(config, "layer_types", ())
-    if architecture.windows and getattr(config, "sliding_window", None) is not None:
+    if architecture.windows == "stated":
+        if isinstance(config, WindowedDecoder.Config):
+            has_any = any(config.has_window(index) for index in range(config.n_layers))
+            require_gguf(has_any, "layer_types", types, "a layer with a window")
+    elif architecture.windows and getattr(config, "sliding_window", None) is not None:
         n = config.n_layers
         repeated = [tuple(t[i % len(t)] for i in range(n)) for t in (types, architecture.windows)]
         require_gguf(repeated[0] == repeated[1], "layer_types", types, str(architecture.windows))
-    if architecture.chooses_windows and isinstance(config, WindowedDecoder.Config):
-        has_any = any(config.has_window(index) for index in range(config.n_layers))
-        require_gguf(has_any, "layer_types", types, "a layer with a window")
     moe = getattr(config, "moe", None)
     if moe is not None:
         experts = architecture.experts

@@ -242,11 +242,18 @@ def _gguf_without_types(config: DeepSeekSparseModel.Config) -> dict[str, Any]:
 
 _SPARSE: Any = {**GGUF, "config": DeepSeekSparseModel.Config, "rows": _gguf_rows}
 
+
+class _Interleaved(Architecture):
+    """The architecture of models whose indexer rotates neighboring values."""
+
+    def is_for(self, config: Any) -> bool:
+        return super().is_for(config) and config.index_interleave
+
+
 ARCHITECTURES = (
-    Architecture(
+    _Interleaved(
         **{**_SPARSE, "keys": _gguf_types, "rotation": Rotation(part=True, scalings=())},
         name="glm-dsa",
-        computes=lambda config: config.index_interleave,
     ),
     Architecture(**{**_SPARSE, "keys": _gguf_without_types}, name="deepseek32"),
 )

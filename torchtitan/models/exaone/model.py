@@ -181,7 +181,7 @@ GGUF = gguf_format(
         name="exaone-moe",
         config=ExaoneMoeModel.Config,
         rotation=Rotation(scalings=("linear", "yarn", "llama3")),
-        chooses_windows=True,
+        windows="stated",
         tying=Tying(copies=True),
         experts=Experts(
             {"scoring_func": "sigmoid", "shared_ffn_dim": None},

@@ -410,7 +410,7 @@ def _gguf_keys(config: Gemma4Model.Config) -> dict[str, Any]:
 _GGUF: Any = {
     "rotation": Rotation(part=True, own=True, scalings=("linear", "llama3", "proportional")),
     "rows": _gguf_rows,
-    "chooses_windows": True,
+    "windows": "stated",
     "keys": _gguf_keys,
 }
 

@@ -337,13 +337,17 @@ def _gguf_hybrid(config: Granite4Model.Config) -> dict[str, Any]:
     return {**_gguf_4(config), **mamba_keys(config), "attention.head_count_kv": heads}
 
 
-def _has_mamba(config: Granite4Model.Config) -> bool:
-    kinds = [config.type_of(index) for index in range(config.n_layers)]
-    return "linear_attention" in kinds
+class _WithMamba(Architecture):
+    """The architecture of models that have layers of Mamba."""
+
+    def is_for(self, config: Any) -> bool:
+        if not super().is_for(config):
+            return False
+        return any(config.type_of(index) == "linear_attention" for index in range(config.n_layers))
 
 
 _GGUF: Any = {"rotation": NEIGHBORS, "biased": "qkvof"}
-_GGUF_HYBRID: Any = {**_GGUF, "computes": _has_mamba, "rows": gguf_mamba_rows, "keys": _gguf_hybrid}
+_GGUF_HYBRID: Any = {**_GGUF, "rows": gguf_mamba_rows, "keys": _gguf_hybrid}
 _GGUF_MOE: Any = {
     "config": Granite4MoEModel.Config,
     "experts": Experts({"norm_topk_prob": True}, chosen=("shared_ffn_dim",)),
@@ -351,8 +355,8 @@ _GGUF_MOE: Any = {
 
 GGUF = gguf_format(
     Architecture(name="granite", config=GraniteModel.Config, keys=_gguf_scales, **_GGUF),
-    Architecture(name="granitehybrid", config=Granite4Model.Config, **_GGUF_HYBRID),
-    Architecture(name="granitehybrid", **_GGUF_MOE, **_GGUF_HYBRID),
+    _WithMamba(name="granitehybrid", config=Granite4Model.Config, **_GGUF_HYBRID),
+    _WithMamba(name="granitehybrid", **_GGUF_MOE, **_GGUF_HYBRID),
     Architecture(name="granite", config=Granite4Model.Config, keys=_gguf_4, **_GGUF),
     Architecture(name="granitemoe", keys=_gguf_4, **_GGUF_MOE, **_GGUF),
 )
