@@ -37,35 +37,26 @@ class NegatedExp(OneWay):
 
 
 @dataclass(frozen=True)
-class PlusOne(Transform):
+class PlusOne(OneWay):
     """Weights of norms that are added to 1 here, and not there."""
-
-    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        return [tensor - 1 for tensor in tensors]
 
     def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
         return [tensor.float() + 1 for tensor in tensors]
 
 
 @dataclass(frozen=True)
-class Unbound(Transform):
+class Unbound(OneWay):
     """One of our tensors, split into one for each index of its dimension 1."""
-
-    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        return [torch.stack(tensors, dim=1)]
 
     def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
         return list(tensors[0].unbind(dim=1))
 
 
 @dataclass(frozen=True)
-class Constant(Transform):
+class Constant(OneWay):
     """A tensor of the other format that is part of our configuration."""
 
     values: tuple[float, ...]
-
-    def to_internal(self, tensors: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
-        return []
 
     def to_external(self, tensors: list[Tensor]) -> list[Tensor]:
         return [torch.tensor(self.values, dtype=torch.float32)]
