@@ -61,8 +61,12 @@ class BlockConverter(NarrowConverter):
             parallelism: ParallelismConfig,
             compile: CompileConfig,
         ) -> None:
-            if self.emulate or reason_to_emulate():
-                return
+            emulates = bool(self.emulate or reason_to_emulate())
+            if not emulates:
+                self._check_kernels(training)
+            self.check_options(emulates=emulates, training=training)
+
+        def _check_kernels(self, training: TrainingConfig) -> None:
             check_torchao(self.option)
             if training.mixed_precision_param != "bfloat16":
                 raise UserError(
@@ -70,6 +74,10 @@ class BlockConverter(NarrowConverter):
                     f"--training.mixed_precision_param is {training.mixed_precision_param}; set "
                     f"bfloat16 or {self.option}.emulate"
                 )
+
+        def check_options(self, *, emulates: bool, training: TrainingConfig) -> None:
+            """Raise `UserError` for options of the format that the run cannot have. `emulates`:
+            whether PyTorch's operations compute the products."""
 
         def check_gather(self, name: str, training: TrainingConfig) -> None:
             """Raise `UserError` if a narrow gather cannot be combined with the training."""
@@ -135,16 +143,7 @@ class MXFP8(BlockConverter):
         products round them; results are bitwise identical. Unpacked, they need bfloat16's memory
         in addition."""
 
-        def check_run(
-            self,
-            *,
-            training: TrainingConfig,
-            parallelism: ParallelismConfig,
-            compile: CompileConfig,
-        ) -> None:
-            BlockConverter.Config.check_run(
-                self, training=training, parallelism=parallelism, compile=compile
-            )
+        def check_options(self, *, emulates: bool, training: TrainingConfig) -> None:
             if self.fsdp_mxfp8_all_gather:
                 self.check_gather("fsdp_mxfp8_all_gather", training)
 
@@ -183,17 +182,7 @@ class NVFP4(BlockConverter):
         """FSDP gathers the weights of linear layers in NVFP4, 4.03 bits each; results are bitwise
         identical. Only of emulated products, since the kernels round whole weights themselves."""
 
-        def check_run(
-            self,
-            *,
-            training: TrainingConfig,
-            parallelism: ParallelismConfig,
-            compile: CompileConfig,
-        ) -> None:
-            BlockConverter.Config.check_run(
-                self, training=training, parallelism=parallelism, compile=compile
-            )
-            emulates = self.emulate or reason_to_emulate()
+        def check_options(self, *, emulates: bool, training: TrainingConfig) -> None:
             if self.fsdp_nvfp4_all_gather:
                 if not emulates:
                     raise UserError(
