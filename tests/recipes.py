@@ -74,8 +74,7 @@ def least_gib(config: Trainer.Config, n_cards: int) -> float:
     few, more = _PERIODS.get(config.model_spec.name, (2, 3))
 
     def peak(n_layers: int) -> int:
-        shallow = dataclasses.replace(model, n_layers=n_layers)
-        spec = dataclasses.replace(config.model_spec, model=shallow)
+        spec = dataclasses.replace(config.model_spec, model=model.with_layers(n_layers))
         small = dataclasses.replace(with_mode(config, "full"), model_spec=spec)
         return max(report.peak_bytes for report in reports_of(small, n_cards))
 

@@ -2,9 +2,9 @@
 layers."""
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from math import ceil
 from typing import Any, Literal, NamedTuple
 
@@ -119,7 +119,7 @@ def find_facts(config: Trainer.Config) -> Facts:
             return model.with_layers(n_layers).build()
 
     whole = build(n_layers)
-    prefixes = find_prefixes(model.layer_kinds, partial(_is_model, model))
+    prefixes = find_prefixes(model.layer_kinds, functools.partial(_is_model, model))
     first = build(prefixes.lengths[0]).num_parameters()
     mean = sum(
         weight * build(n).num_parameters()
@@ -158,12 +158,11 @@ def find_prefixes(kinds: Sequence[object], is_model: Callable[[int], bool]) -> P
         counts_NK[index + 1] = counts_NK[index]
         counts_NK[index + 1, columns[kind]] += 1
     least = min(2, max(1, len(kinds) - 1))
-    lengths = [n for n in range(least, len(kinds) + 1) if is_model(n)]
+    is_model = functools.cache(is_model)
     found = [
         prefixes
-        for place, first in enumerate(lengths)
-        if first <= _MOST_FIRST_LAYERS
-        and (prefixes := _prefixes_from(first, lengths[place + 1 :], counts_NK))
+        for first in range(least, min(_MOST_FIRST_LAYERS, len(kinds)) + 1)
+        if is_model(first) and (prefixes := _prefixes_from(first, counts_NK, is_model))
     ]
     if not found:
         raise UserError(
@@ -173,16 +172,16 @@ def find_prefixes(kinds: Sequence[object], is_model: Callable[[int], bool]) -> P
 
 
 def _prefixes_from(
-    first: int, others: Sequence[int], counts_NK: npt.NDArray[np.float64]
+    first: int, counts_NK: npt.NDArray[np.float64], is_model: Callable[[int], bool]
 ) -> Prefixes | None:
     """Return the prefixes whose shortest one has `first` layers."""
     n_layers = len(counts_NK) - 1
     wanted_K = (counts_NK[-1] - counts_NK[first]) / max(1, n_layers - first)
     lengths: list[int] = []
     rows_PK = np.zeros((0, counts_NK.shape[1]))
-    for n in others:
+    for n in range(first + 1, n_layers + 1):
         more_PK = np.vstack([rows_PK, counts_NK[n] - counts_NK[first]])
-        if np.linalg.matrix_rank(more_PK) == len(rows_PK):
+        if np.linalg.matrix_rank(more_PK) == len(rows_PK) or not is_model(n):
             continue
         rows_PK = more_PK
         lengths.append(n)
