@@ -466,13 +466,17 @@ class TransformersModel(BaseModel):
             hidden_BLD = balance(hidden_BLD, logits, mask_N)
         return outputs, hidden_BLD
 
+    @cached_property
+    def _records_routers(self) -> bool:
+        return records_routers(self.model)
+
     def _packing_options(self) -> dict[str, bool]:
         options = {
             "static": self.is_compiled,
             "masks_padding": self.training and self.has_auxiliary_loss,
             "return_dict": True,
         }
-        if self.stage is not None and self.has_auxiliary_loss and not records_routers(self.model):
+        if self.stage is not None and self.has_auxiliary_loss and not self._records_routers:
             options["output_router_logits"] = False  # the class's loss needs at least one layer
         return options
 
