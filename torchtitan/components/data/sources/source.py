@@ -39,6 +39,7 @@ from torchtitan.components.data.sources.stored import stored_files
 from torchtitan.components.data.sources.tables import Table, saved_table
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import is_url
+from torchtitan.tools.logging import logger
 from torchtitan.tools.redact import redact
 
 AUTO = "auto"
@@ -264,6 +265,12 @@ class StreamSource:
         if commit is None:
             is_local = Path(self.dataset.path).exists()
             commit = "" if is_local else commit_of(self.dataset.path, self.dataset.revision)
+            if not (is_local or commit):
+                logger.warning(
+                    "%s: the hub does not name the commit that is read: a run that resumes after a "
+                    "push reads other rows",
+                    self.name,
+                )
         return replace(self, commit=commit)
 
     @property
