@@ -113,8 +113,8 @@ def train(folder: Path, text: Path, seed: int, chosen: list[str]) -> None:
 
 
 def cells(run: Path, reference: Path) -> list[str]:
-    """Return the mean loss of a complete run over the last 50 steps, its difference from that of a
-    reference, and the last validation loss; dashes for another run."""
+    """Return the mean loss of a complete run over the last 50 steps, the difference from a
+    reference run, and the last validation loss; dashes for another run."""
     if not (run / "metrics.jsonl").exists() or len(points(run, "loss")) < STEPS:
         return ["-"] * 3
     own, base = (

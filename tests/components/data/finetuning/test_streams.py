@@ -289,7 +289,7 @@ def test_one_label_alone_is_told_after_the_first_rows(
 
 
 def test_the_ledger_names_the_restart(hub: Path, tmp_path: Path) -> None:
-    """After a restart with other ranks, a row's place among those of its reader is another one."""
+    """After a restart with other ranks, a row has another place among the rows of its reader."""
     config = config_of(SFTDataLoader, ["hub/one"], tmp_path, **STREAMED)
     saved = build(config)
     again = build(config, dp_world_size=2)

@@ -502,7 +502,7 @@ def test_document_names(one_file, tokenizer):
 
 
 def test_the_ledger_names_the_epoch(one_file, tokenizer):
-    """In which a document has another place among those of its reader."""
+    """A document has another place in each epoch among the documents of its reader."""
     batches = list(build(one_file, tokenizer, epochs=2))
     loader = build(one_file, tokenizer)
     names = [
