@@ -246,24 +246,40 @@ def test_transformers_reads_equal_models(name, tmp_path):
     assert (read.config.bos_token_id, read.config.eos_token_id) == (0, 1)
 
 
+def by_llama_cpp(folder: Path, ids: Tensor) -> tuple[Any, Tensor]:
+    """Convert the model in FOLDER/hf, and return it in llama.cpp, and its logits (L, V)."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    assert convert(folder / "hf", folder / "out") == 0
+    exact = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+    model = llama_cpp.Llama(
+        str(folder / "out" / "model.gguf"), n_ctx=128, logits_all=True, verbose=False, **exact
+    )
+    model.eval(ids[0].tolist())
+    return model, torch.tensor(numpy.array(model.scores[: ids.shape[1]]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_llama_cpp_computes_experts_of_granite_without_mamba(seed, tmp_path):
+    attention = {"layer_types": ("attention",), "position_embedding_type": "rope"}
+    reference = save(tmp_path / "hf", "granitemoehybrid, experts", seed, **attention)
+    ids = random_ids(40)
+    model, logits = by_llama_cpp(tmp_path, ids)
+    assert model.metadata["general.architecture"] == "granitemoe"
+    assert relative_difference(logits, reference, ids) < 5e-5  # rounding
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", FITTING)
 def test_llama_cpp_computes_equal_models(name, seed, tmp_path):
-    llama_cpp = pytest.importorskip("llama_cpp")
     reference = save(tmp_path / "hf", name, seed)
-    assert convert(tmp_path / "hf", tmp_path / "out") == 0
-    exact = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
-    model = llama_cpp.Llama(
-        str(tmp_path / "out" / "model.gguf"), n_ctx=128, logits_all=True, verbose=False, **exact
-    )
     ids = random_ids(40)  # beyond the windows
-    model.eval(ids[0].tolist())
+    model, logits = by_llama_cpp(tmp_path, ids)
     # llama.cpp looks up GELU in a table of float16. Norms in delta nets magnify rounding, here and
     # in transformers.
     tolerances = {"gemma": 1e-2, "qwen3_next": 3e-4, "qwen3_5": 3e-4, "kimi_linear": 3e-4}
     tolerance = next((t for start, t in tolerances.items() if name.startswith(start)), 5e-5)
-    logits = torch.tensor(numpy.array(model.scores[:40]))
     assert relative_difference(logits, reference, ids) < tolerance
     if seed == 0 and not re.fullmatch("gemma2?|gemma3_text", name):  # near choices may differ
         model.reset()
@@ -465,6 +481,11 @@ def test_published_sizes_of_exaone_4_are_written():
             "but llama.cpp requires 1.0 with YaRN",
         ),
         ("lfm2", {"layer_types": ("conv",)}, "but llama.cpp requires convolutions and attention"),
+        (
+            "granitemoehybrid, experts",  # llama.cpp rotates queries and keys all the same
+            {"layer_types": ("attention",), "position_embedding_type": "nope"},
+            "position_embedding_type is nope, but llama.cpp requires rope with experts alone",
+        ),
         (
             "exaone4",
             {"sliding_window": 16, "num_hidden_layers": 3, "layer_types": ("sliding_attention",)},

@@ -329,6 +329,12 @@ def _gguf_4(config: Granite4Model.Config) -> dict[str, Any]:
     return {**_gguf_scales(config), "rope.scaling.finetuned": has_positions}
 
 
+def _gguf_moe(config: Granite4MoEModel.Config) -> dict[str, Any]:
+    kind = config.position_embedding_type
+    require_gguf(kind == "rope", "position_embedding_type", kind, "rope with experts alone")
+    return _gguf_4(config)
+
+
 def _gguf_hybrid(config: Granite4Model.Config) -> dict[str, Any]:
     must = f"such that all heads are twice as wide as --model.dim {config.dim}"
     fits = config.mamba.dim == 2 * config.dim
@@ -358,5 +364,5 @@ GGUF = gguf_format(
     _WithMamba(name="granitehybrid", config=Granite4Model.Config, **_GGUF_HYBRID),
     _WithMamba(name="granitehybrid", **_GGUF_MOE, **_GGUF_HYBRID),
     Architecture(name="granite", config=Granite4Model.Config, keys=_gguf_4, **_GGUF),
-    Architecture(name="granitemoe", keys=_gguf_4, **_GGUF_MOE, **_GGUF),
+    Architecture(name="granitemoe", keys=_gguf_moe, **_GGUF_MOE, **_GGUF),
 )
