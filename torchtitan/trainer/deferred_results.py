@@ -1,13 +1,14 @@
 """Step results that the host reads while the device computes the next step."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
+from torchtitan.protocols import ModelConverter
 from torchtitan.tools.device import HostCopy
-from torchtitan.trainer.failures import StepStart
+from torchtitan.trainer.failures import FailingRun, StepStart
 from torchtitan.trainer.step_result import RANKS_FAILED, StepResult
 
 
@@ -92,6 +93,22 @@ class DeferredResult(StepResult):
         return failed
 
 
+class ResultsRun(FailingRun, Protocol):
+    """A `Trainer` as `DeferredResults` sees it."""
+
+    has_own_update: ClassVar[bool]
+    has_data: bool
+    converters: list[ModelConverter]
+
+    def read_result(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor, /) -> StepResult: ...
+
+    def sum_result(self, loss: Tensor, grad_norm: Tensor, n_tokens: Tensor, /) -> Tensor: ...
+
+    def result_of(self, values: list[float], /) -> StepResult: ...
+
+    def skip_step(self, outcome: StepResult, micro_batches: list[Batch], /) -> None: ...
+
+
 class DeferredResults:
     """Lets a `Trainer` take steps without waiting for their results, which it gets with the next
     step.
@@ -103,24 +120,23 @@ class DeferredResults:
 
     device_types: ClassVar[Sequence[str]] = ("cuda",)  # others have nothing to wait for
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: ResultsRun):
         self._trainer = trainer
         self.pending: DeferredResult | None = None
         """The newest result, if the trainer has not acted on it yet."""
-        self._micro_batches: Sequence[Batch] = ()
+        self._micro_batches: list[Batch] = []
         self._start: StepStart | None = None
         self._action: Callable[[], None] = lambda: None
         self._is_on = trainer.device.type in self.device_types and not _needs_results(trainer)
         self._reads_next = True  # in the first step, and in the last one before a requested stop
 
-    def result(self, micro_batches: Sequence[Batch], *sums: Tensor) -> StepResult:
+    def result(self, micro_batches: list[Batch], *sums: Tensor) -> StepResult:
         """Act on the previous step's result, and return this step's. `sums` are the arguments of
         `Trainer.read_result`."""
         trainer, step = self._trainer, self._trainer.step + 1
         self.settle()
         if not self._is_on or self._is_needed(step):
-            result: StepResult = trainer.read_result(*sums)
-            return result
+            return trainer.read_result(*sums)
         values = trainer.sum_result(*sums)
         is_usable = values[1:3].isfinite().all() & (values[RANKS_FAILED] == 0)
         known: dict[str, object] = {
@@ -172,7 +188,7 @@ class DeferredResults:
         self._action()
 
 
-def _needs_results(trainer: Any) -> bool:
+def _needs_results(trainer: ResultsRun) -> bool:
     """Return whether each step needs its result, or the optimizer cannot skip an update by
     itself."""
     config = trainer.config

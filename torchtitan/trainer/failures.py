@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torchtitan.components.checkpoint import RandomState, list_checkpoints
 from torchtitan.distributed.connections import end_connections
@@ -20,8 +20,10 @@ from torchtitan.distributed.process_group import gather_objects, is_lost_rank, w
 from torchtitan.tools.errors import SharedError, UserError, in_words
 from torchtitan.tools.logging import logger
 from torchtitan.tools.user_code import is_ctrl_c, is_of_user, with_place
-from torchtitan.trainer.agreement import SECONDS
-from torchtitan.trainer.step_failure import describe
+from torchtitan.trainer.agreement import SECONDS, Agreement
+from torchtitan.trainer.callbacks import Callback
+from torchtitan.trainer.run import Run
+from torchtitan.trainer.step_failure import PendingResult, StepFailure, describe
 
 _FIRST_SECONDS = 1.0
 """Time that other ranks wait for the rank that failed to report its own error."""
@@ -35,12 +37,12 @@ class StepStart:
     n_updates: int
     versions: Sequence[int]
     counts: Mapping[str, Any]
-    data: Callable[[], Mapping[str, Any]]
+    data: Callable[[], dict[str, Any]]
     random: Mapping[str, Any]
     schedule: Mapping[str, Any]
 
     @classmethod
-    def of(cls, trainer: Any) -> "StepStart":
+    def of(cls, trainer: "FailingRun") -> "StepStart":
         return cls(
             n_updates=trainer.optimizer.n_updates,
             versions=trainer.optimizer.versions(),
@@ -50,17 +52,17 @@ class StepStart:
             schedule=trainer.lr_scheduler.state_dict(),
         )
 
-    def after_skipped_update(self, trainer: Any) -> "StepStart":
+    def after_skipped_update(self, trainer: "FailingRun") -> "StepStart":
         """Return the state if the device has skipped all updates since."""
         optimizer = trainer.optimizer
         return replace(self, n_updates=optimizer.n_updates, versions=optimizer.versions())
 
-    def has_weights_of(self, trainer: Any) -> bool:
+    def has_weights_of(self, trainer: "FailingRun") -> bool:
         """Return whether the weights still equal this state's."""
         optimizer = trainer.optimizer
         return self.n_updates == optimizer.n_updates and self.versions == optimizer.versions()
 
-    def restore(self, trainer: Any) -> None:
+    def restore(self, trainer: "FailingRun") -> None:
         """Undo what a step has changed before its update."""
         trainer.load_state_dict(self.counts)
         trainer.dataloader.load_state_dict(self.data())
@@ -68,7 +70,26 @@ class StepStart:
         trainer.lr_scheduler.load_state_dict(self.schedule)
 
 
-def save_last_step(trainer: Any, error: BaseException) -> None:
+class FailingRun(Run, Protocol):
+    """A `Trainer` as the functions here see it."""
+
+    agreement: Agreement
+    step_failure: StepFailure
+    step_start: StepStart | None
+    is_step_complete: bool
+    failure: BaseException | None
+
+    @property
+    def deferred(self) -> PendingResult: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None: ...
+
+    def save(self, *, last: bool, stopped: bool = False, validation_loss: float | None) -> None: ...
+
+
+def save_last_step(trainer: FailingRun, error: BaseException) -> None:
     """Save the last complete step of a `Trainer` that an error of the user's code or data ends.
     With several ranks, save only after a `SharedError`, or if all ranks have failed at the same
     step; a rank that fails alone ends the collectives of the others. Say so if there is nothing to
@@ -84,7 +105,7 @@ def save_last_step(trainer: Any, error: BaseException) -> None:
         raise UserError(failure) from error
 
 
-def _end_collectives(trainer: Any, error: BaseException) -> float:
+def _end_collectives(trainer: FailingRun, error: BaseException) -> float:
     """End the collectives of the other ranks, which may wait for this rank. Return the seconds that
     these ranks get to fail as well: a step's timeout if their collectives end, since a computation
     cannot be ended."""
@@ -102,7 +123,7 @@ def _end_collectives(trainer: Any, error: BaseException) -> float:
     return float(comm.step_timeout_seconds or comm.train_timeout_seconds)
 
 
-def _save(trainer: Any, error: BaseException, seconds: float) -> None:
+def _save(trainer: FailingRun, error: BaseException, seconds: float) -> None:
     if not trainer.step:
         logger.warning("nothing is saved, since the run has completed no step")
         return
@@ -133,7 +154,7 @@ def _save(trainer: Any, error: BaseException, seconds: float) -> None:
         )
 
 
-def _save_together(trainer: Any, is_complete: bool, seconds: float) -> bool:
+def _save_together(trainer: FailingRun, is_complete: bool, seconds: float) -> bool:
     """Return whether all ranks have failed at the same step within `seconds`, so that they can save
     it. Log the newest checkpoint if they have not, and that step is in none."""
     if world_size() == 1:
@@ -155,7 +176,7 @@ def _save_together(trainer: Any, is_complete: bool, seconds: float) -> bool:
     return False
 
 
-def _saved_steps(trainer: Any) -> list[int]:
+def _saved_steps(trainer: FailingRun) -> list[int]:
     """Return the steps of the complete checkpoints; none if they cannot be listed."""
     try:
         checkpoints = list_checkpoints(trainer.checkpointer.folder)
@@ -180,7 +201,7 @@ def raise_on_all_ranks(failure: BaseException | None) -> None:
 
 
 @contextlib.contextmanager
-def failure_kept(trainer: Any, part: object) -> Iterator[None]:
+def failure_kept(trainer: FailingRun, part: object) -> Iterator[None]:
     """Keep the first error in the block of a part of the run that a user wrote, as
     `Trainer.failure`, which ends the run once the step is complete."""
     try:
@@ -192,7 +213,7 @@ def failure_kept(trainer: Any, part: object) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def around_step(trainer: Any, callback: Any, step: int) -> Iterator[None]:
+def around_step(trainer: FailingRun, callback: Callback, step: int) -> Iterator[None]:
     """Enter the context of a callback around a step. Its errors are kept (`failure_kept`); errors
     of the step are passed to it."""
     with contextlib.ExitStack() as stack:

@@ -20,7 +20,13 @@ from torchtitan.components.optim.lr_scheduler import LRScheduler
 from torchtitan.components.optim.optimizer import Optimizer
 from torchtitan.components.optim.spikes import SpikeGuard
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import (
+    CommConfig,
+    CompileConfig,
+    DebugConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.mixed_precision import MixedPrecision
 from torchtitan.distributed.phases import PhaseClock
@@ -46,6 +52,7 @@ class Sections(Protocol):
     dataloader: BaseDataLoader.Config
     optimizer: Optimizer.Config
     lr_scheduler: LRScheduler.Config
+    comm: CommConfig
     training: TrainingConfig
     spikes: SpikeGuard.Config
     loss_scale: LossScale.Config

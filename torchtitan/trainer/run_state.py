@@ -4,12 +4,13 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from torchtitan.components.checkpoint import CheckpointManager, ModelState, RandomState
 from torchtitan.components.checkpoint.identity import RunIdentity, identify_content
+from torchtitan.components.checkpoint.resume import StartDecision
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.weights.assets import CheckpointAssets, files_in, read_converters
 from torchtitan.components.weights.export import export_huggingface
@@ -18,15 +19,37 @@ from torchtitan.components.weights.sources import base_weights
 from torchtitan.protocols import ModelConverter
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import is_url
-from torchtitan.trainer.callbacks import CallbackStates
+from torchtitan.trainer.callbacks import Callback, CallbackStates
 from torchtitan.trainer.config import RunConfig
 from torchtitan.trainer.models import PlainModel, RunModel
+from torchtitan.trainer.run import Run
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful  # takes a second to import
 
 
-def build_checkpointer(trainer: Any) -> CheckpointManager:
+class StoredRun(Run, Protocol):
+    """A `Trainer` as the functions here see it."""
+
+    converters: list[ModelConverter]
+    start: StartDecision | None
+    callbacks: list[Callback]
+
+    @property
+    def config(self) -> RunConfig: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+
+    def states(self) -> "dict[str, Stateful]": ...
+
+    def initial_loads(self) -> dict[str, Callable[[], None]]: ...
+
+    def identity(self) -> RunIdentity: ...
+
+
+def build_checkpointer(trainer: StoredRun) -> CheckpointManager:
     """Build the checkpointer of everything that a resumed run of a `Trainer` needs."""
     config = trainer.config
     spec = config.model_spec
@@ -59,7 +82,7 @@ def build_checkpointer(trainer: Any) -> CheckpointManager:
     return checkpointer
 
 
-def states_of(trainer: Any, models: Mapping[str, RunModel]) -> "dict[str, Stateful]":
+def states_of(trainer: StoredRun, models: Mapping[str, RunModel]) -> "dict[str, Stateful]":
     """Return the states that checkpoints contain, by name: saved models, then a `Trainer`'s own.
     Raise `UserError` if a model has the name of another state."""
     own: dict[str, Stateful] = {
@@ -81,7 +104,7 @@ def states_of(trainer: Any, models: Mapping[str, RunModel]) -> "dict[str, Statef
     return {name: ModelState(model.parts) for name, model in models.items() if model.saved} | own
 
 
-def initial_loads(trainer: Any) -> dict[str, Callable[[], None]]:
+def initial_loads(trainer: StoredRun) -> dict[str, Callable[[], None]]:
     """Return model name → function that loads its initial weights, also when resuming if
     checkpoints lack them."""
     config, converters = trainer.config.checkpoint, trainer.converters
@@ -104,7 +127,7 @@ def initial_loads(trainer: Any) -> dict[str, Callable[[], None]]:
 
 
 def initial_load(
-    trainer: Any, model: RunModel, path: str, converters: list[ModelConverter]
+    trainer: StoredRun, model: RunModel, path: str, converters: list[ModelConverter]
 ) -> Callable[[], None]:
     """Return a function that loads the weights in `path` into a model, and draws what they lack."""
     return partial(

@@ -2,29 +2,41 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 from torchtitan.components.data.base import Batch
 from torchtitan.distributed.phases import RETURN
 from torchtitan.tools.errors import RunFailure
 from torchtitan.tools.logging import logger
+from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.ledger import in_global_order, names_of, shortened
+from torchtitan.trainer.run import Run
 from torchtitan.trainer.step_result import NonFiniteError, StepResult
 
 
-def is_overflow(trainer: Any, outcome: StepResult) -> bool:
+class SkippingRun(Run, Protocol):
+    """A `Trainer` as the functions here see it."""
+
+    callbacks: list[Callback]
+
+    def refresh_converters(self) -> None: ...
+
+    def update_length(self) -> None: ...
+
+
+def is_overflow(trainer: SkippingRun, outcome: StepResult) -> bool:
     """Return whether gradients of a step are infinite by the loss scale of float16, while the loss
     is finite."""
     return trainer.loss_scale.is_on and math.isfinite(outcome.loss) and not outcome.is_finite
 
 
-def ends_run(trainer: Any, outcome: StepResult) -> bool:
+def ends_run(trainer: SkippingRun, outcome: StepResult) -> bool:
     """Return whether a step ends the run by numbers that are not finite."""
     is_unexpected = not outcome.is_finite and not is_overflow(trainer, outcome)
     return is_unexpected and trainer.config.training.on_nonfinite == "stop"
 
 
-def skip_step(trainer: Any, outcome: StepResult, micro_batches: Sequence[Batch]) -> None:
+def skip_step(trainer: SkippingRun, outcome: StepResult, micro_batches: Sequence[Batch]) -> None:
     """Name a step that is not taken, with its documents, on all ranks of a `Trainer`. Raise
     `NonFiniteError` or `RunFailure` if the run must end."""
     guard = trainer.spikes
@@ -55,7 +67,7 @@ def skip_step(trainer: Any, outcome: StepResult, micro_batches: Sequence[Batch])
         callback.on_skip(outcome)
 
 
-def return_to_checkpoint(trainer: Any) -> None:
+def return_to_checkpoint(trainer: SkippingRun) -> None:
     """Load weights and optimizer from the newest checkpoint before the skipped steps of a
     `Trainer`. The step count continues, so that metrics, ledger and checkpoints never go back.
     Raise `RunFailure` if there is no such checkpoint, or the run has returned to it before."""

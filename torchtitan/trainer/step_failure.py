@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,23 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.sharded import is_dtensor
 from torchtitan.tools.torch_private import tree_iter, tree_map_only
 from torchtitan.tools.user_code import is_ctrl_c, is_of_user, with_place
+from torchtitan.trainer.run import Run
+
+
+class PendingResult(Protocol):
+    """Results that a run reads late (`DeferredResults`), as other parts see them."""
+
+    @property
+    def pending(self) -> object | None: ...
+
+    def settle(self) -> None: ...
+
+
+class SteppingRun(Run, Protocol):
+    """A `Trainer` as `StepFailure` sees it."""
+
+    @property
+    def deferred(self) -> PendingResult: ...
 
 
 class StepFailure:
@@ -39,7 +56,7 @@ class StepFailure:
     it ends the run at once.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: SteppingRun):
         self._trainer = trainer
         self.error: BaseException | None = None
         """The first error of this rank in the step."""
@@ -156,7 +173,7 @@ class StepFailure:
         result, since the model's pass must end."""
         return partial(self._call, head)
 
-    def _call(self, head: Head, hidden: Tensor, weight: Tensor | None, **inputs: Any) -> Tensor:
+    def _call(self, head: Head, hidden: Tensor, weight: Tensor | None, **inputs: object) -> Tensor:
         try:
             return head(hidden, weight, **inputs)
         except BaseException as error:
@@ -180,7 +197,7 @@ class StepFailure:
         return (args, {**kwargs, "head": self.guarded(kwargs["head"])}) if head else None
 
     def _end_pass(
-        self, model: nn.Module, args: Any, kwargs: Mapping[str, object], result: Any
+        self, model: nn.Module, args: object, kwargs: Mapping[str, object], result: object
     ) -> None:
         if self._passes is None:
             return
@@ -190,7 +207,7 @@ class StepFailure:
                 done.ends.append((get_gradient_edge(output), _zeros_like(output)))
                 done.ends[-1][0].node.register_prehook(self._begin_backward)
 
-    def _begin_backward(self, *gradients: Any) -> None:
+    def _begin_backward(self, *gradients: object) -> None:
         if self._stage == _FORWARD:
             self._stage = _BACKWARD
 
@@ -255,13 +272,13 @@ class _Zero(torch.autograd.Function):
         return tuple(x if x is None else torch.zeros_like(x) for x in ctx.saved_tensors)
 
 
-def _zero_loss(hidden: Tensor, weight: Tensor | None, **inputs: Any) -> Tensor:
+def _zero_loss(hidden: Tensor, weight: Tensor | None, **inputs: object) -> Tensor:
     """An output head without a result."""
     zero: Tensor = _Zero.apply(hidden, weight)
     return zero
 
 
-def _computes_loss(kwargs: Mapping[str, Any]) -> bool:
+def _computes_loss(kwargs: Mapping[str, object]) -> bool:
     """Return whether a model's pass ends with the loss. Scores of a reward model are the result of
     `F.linear`, by which its head knows them."""
     return kwargs.get("head", F.linear) is not F.linear
