@@ -12,10 +12,12 @@ import torch
 
 from tests.components.data.helpers import take, with_positions
 from torchtitan.assets.stories import Stories
+from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.data import HubDataset, PretrainDataLoader, register_dataset
 from torchtitan.components.data.base import Layout
 from torchtitan.components.data.pretraining.streaming import PackedStream, StreamOrder
 from torchtitan.components.data.pretraining.token_cache import document_wrapping
+from torchtitan.components.data.sources import source
 from torchtitan.components.data.sources.source import resolve_source
 from torchtitan.components.losses.loss import IGNORE_INDEX
 from torchtitan.tools.digests import digest_of
@@ -139,6 +141,22 @@ def test_a_mixture_resumes_exactly(dataset, one_file, tokenizer, tmp_path, ranks
         state = json.dumps(loader.state_dict())
         loader.close()
     assert pieces == straight
+
+
+def test_all_ranks_read_the_commit_that_rank_0_finds(tokenizer, monkeypatch):
+    """A push may come between the hub's answers to two ranks."""
+
+    class Rank1(Ranks):
+        def broadcast_from_rank0(self, function):
+            return ["0" * 40]
+
+    monkeypatch.setattr(source, "commit_of", lambda *_: "1" * 40)
+    commits = []
+    for ranks in (Ranks(), Rank1()):
+        monkeypatch.setattr(Ranks, "of_run", lambda ranks=ranks: ranks)
+        [commit] = build("c4", tokenizer).state_dict()["position"]["commits"]
+        commits.append(commit)
+    assert commits == ["1" * 40, "0" * 40]
 
 
 def test_a_mixture_that_cannot_be_read(one_file, tokenizer, tmp_path):

@@ -7,7 +7,8 @@ it. Its state is the stream's state before the block and the position in the blo
 the block again. In a mixture, the datasets of a node take turns, window by window, and each has its
 own position (see `turns`); of local data, a node reads every n-th window of its order.
 
-A stream is pinned to the commit that is the newest when the run begins, and its state names it.
+A stream is pinned to the commit that is the newest when the run begins, as rank 0 finds it, and its
+state names it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
+from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.data.base import Batch, Layout
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.pretraining.order import BlockOrder, permute
@@ -432,7 +434,8 @@ class StreamBatches(BatchIterator):
     """Batches from a stream, or a mixture with streams. Exact resumption needs the same number of
     ranks and workers; otherwise the data restarts with a warning and is shuffled differently.
 
-    The state names the commit of each stream on the hub, and a resumed run reads the same one.
+    All ranks construct it together. The state names the commit of each stream on the hub, which is
+    the same on all ranks, and a resumed run reads the same one.
 
     Args:
         sets, weights: as in `PackedStream`.
@@ -448,7 +451,11 @@ class StreamBatches(BatchIterator):
         order: StreamOrder,
         details: Sequence[Any] = (),
     ):
-        self._sets = [self._pinned(one, None) for one in sets]
+        # One rank asks the hub, since a push may come between the answers to two of them.
+        commits = Ranks.of_run().broadcast_from_rank0(
+            lambda: [self._commit(self._pinned(one, None)) for one in sets]
+        )
+        self._sets = [self._pinned(one, commit) for one, commit in zip(sets, commits, strict=True)]
         self._weights = weights
         self._tokenizer = tokenizer
         self._order = order
