@@ -134,7 +134,7 @@ def test_torch_is_not_imported(config, tmp_path):
 
 
 def test_rows_of_a_run_that_streams_are_prepared(tmp_path):
-    """Several datasets of a stream need weights, which belong to a run."""
+    """Prepared rows are copies."""
     files = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
     for file in files:
         file.write_text(json.dumps({"question": f"{file.name}?", "answer": "tea"}))

@@ -25,7 +25,6 @@ from torchtitan.components.data.pretraining.token_files import (
 from torchtitan.components.data.pretraining.tokens import Tokens
 from torchtitan.components.data.report import DataSummary
 from torchtitan.components.data.sources.block_cache import BlockCache
-from torchtitan.components.data.sources.hub_names import hub_name
 from torchtitan.components.data.sources.source import (
     DOCUMENTS,
     Source,
@@ -129,7 +128,7 @@ class PretrainDataLoader(WindowsDataLoader):
         Megatron (bin and idx), llm.c or nanoGPT (bin), OLMo (npy), or litdata (folder); or a
         dataset on the Hugging Face Hub, `org/name[:config][@revision][split]`, see `stream`."""
         weights: list[float] = field(default_factory=list)
-        """Relative share of each dataset in the tokens; empty: read all datasets equally often."""
+        """Relative share of each dataset in the tokens; empty: read each dataset once per epoch."""
         text_column: str | None = None
         """Column with the text; None: the registered dataset's column, else `text`."""
         document_mask: bool = True
@@ -142,8 +141,7 @@ class PretrainDataLoader(WindowsDataLoader):
         host; 0: none."""
         stream: Literal["single", "all", "none"] = "single"
         """Datasets on the Hugging Face Hub to stream: single: one that is the only dataset; all; or
-        none. Others are copied first. Registered names such as c4 are streamed in any case. A
-        mixture with streams needs `weights`; validation on several gives them equal shares."""
+        none. Others are copied first. Registered names such as c4 are streamed in any case."""
         shuffle_buffer: int = 4096
         """Documents per shuffle buffer of a stream; local data is always shuffled as a whole."""
 
@@ -181,14 +179,7 @@ class PretrainDataLoader(WindowsDataLoader):
         def open(self, tokenizer: Tokenizer) -> list[Tokens | StreamSource]:
             """Return the tokens of each dataset, encoded if necessary, or its stream of
             documents."""
-            opened = [self._open(dataset, tokenizer) for dataset in self.dataset]
-            streams = [data for data in opened if isinstance(data, StreamSource)]
-            if streams and len(opened) > 1 and not self.weights:
-                raise UserError(
-                    f"{streams[0].name} is streamed, and its size is unknown: give the share of "
-                    f"each dataset, --dataloader.weights {' '.join(['1'] * len(opened))}"
-                )
-            return opened
+            return [self._open(dataset, tokenizer) for dataset in self.dataset]
 
         def _open(self, dataset: str, tokenizer: Tokenizer) -> Tokens | StreamSource:
             if manifest := prepared.find_prepared(dataset, DOCUMENTS):
@@ -241,20 +232,12 @@ class PretrainDataLoader(WindowsDataLoader):
             return dataclasses.replace(
                 self,
                 dataset=chosen,
-                weights=self._validation_weights(chosen),
+                weights=[],
                 text_column=column,
                 split=split,
                 shuffle=False,
                 num_workers=0,
             )
-
-        def _validation_weights(self, datasets: list[str]) -> list[float]:
-            """Return equal weights if validation mixes streams, whose sizes are unknown."""
-            streamed = [
-                name in DOCUMENTS.registered or bool(self.stream == "all" and hub_name(name))
-                for name in datasets
-            ]
-            return [1.0] * len(datasets) if any(streamed) and len(datasets) > 1 else []
 
     config: Config
 

@@ -228,7 +228,8 @@ class ImageStreamDataLoader(WindowsDataLoader):
         """Datasets on the Hugging Face Hub, `org/name[:config][@revision][split]`, or registered
         names."""
         weights: list[float] = field(default_factory=list)
-        """Relative share of each dataset in the windows; needed for several."""
+        """Relative share of each dataset in the windows; empty: read each dataset once per
+        epoch."""
         columns: list[str] = field(default_factory=list)
         """Columns to rename, as OURS=THEIRS: text=caption."""
         shuffle: bool = True
@@ -253,12 +254,6 @@ class ImageStreamDataLoader(WindowsDataLoader):
             if self.weights:
                 check_weights("weights", self.weights, len(self.dataset))
                 check_cycle(self.weights)
-            elif len(self.dataset) > 1:
-                ones = " ".join(["1"] * len(self.dataset))
-                raise UserError(
-                    "the sizes of streams are unknown: give the share of each dataset, "
-                    f"--dataloader.weights {ones}"
-                )
             parse_columns(self.columns)
 
         def check_folder(self, tokenizer: Tokenizer) -> None:
@@ -309,9 +304,8 @@ class ImageStreamDataLoader(WindowsDataLoader):
             if (found := validation_split(dataset, self.dataset, DOCUMENTS)) is None:
                 return None
             chosen, split = found
-            weights = [1.0] * len(chosen) if len(chosen) > 1 else []
             return dataclasses.replace(
-                self, dataset=chosen, weights=weights, split=split, shuffle=False, num_workers=0
+                self, dataset=chosen, weights=[], split=split, shuffle=False, num_workers=0
             )
 
     config: Config

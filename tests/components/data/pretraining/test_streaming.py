@@ -4,6 +4,7 @@ import json
 import logging
 import pickle
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -141,6 +142,44 @@ def test_a_mixture_resumes_exactly(dataset, one_file, tokenizer, tmp_path, ranks
         state = json.dumps(loader.state_dict())
         loader.close()
     assert pieces == straight
+
+
+def test_a_mixture_without_weights_is_read_once_per_epoch(one_file, tokenizer, tmp_path):
+    """By two ranks together; and a run resumes exactly, also in the second epoch."""
+    config = mixture(tmp_path, one_file, one_file)
+    config = replace(config, dataset=config.dataset[1:], weights=[])
+    runtime = {"tokenizer": tokenizer, "seq_len": SEQ_LEN, "local_batch_size": 1, "epochs": 2}
+
+    def read(config, rank):
+        loader = config.build(**runtime, dp_rank=rank, dp_world_size=2)
+        batches, states = [], [loader.state_dict()]
+        while (batch := next(loader, None)) is not None and not loader.exhausted:
+            batches.append(batch)
+            states.append(loader.state_dict())
+        sets = [loader.datasets_of(batch)[0, 0].item() for batch in batches]
+        return batches, sets, json.dumps(states)
+
+    def windows(batches):
+        rows = [tuple(batch["input"][0].tolist()) for batch in batches]
+        labels = [batch["labels"] for batch in batches]
+        return Counter(row for row, own in zip(rows, labels, strict=True) if (own >= 0).any())
+
+    found = [read(config, rank) for rank in range(2)]
+    for number, name in enumerate(config.dataset):
+        alone = [read(replace(config, dataset=[name]), rank)[0] for rank in range(2)]
+        mixed = [
+            batch
+            for batches, sets, _ in found
+            for batch, one in zip(batches, sets, strict=True)
+            if one == number
+        ]
+        assert windows(mixed) == windows([batch for batches in alone for batch in batches])
+    batches, sets, states = found[1]
+    assert {*sets[: len(sets) // 4]} == {0, 1}  # they take turns from the beginning
+    for place in (len(batches) // 3, 2 * len(batches) // 3):
+        resumed = config.build(**runtime, dp_rank=1, dp_world_size=2, seed=7)
+        resumed.load_state_dict(json.loads(states)[place])
+        assert as_lists(take(resumed, 8)) == as_lists(batches[place : place + 8])
 
 
 def test_all_ranks_read_the_commit_that_rank_0_finds(tokenizer, monkeypatch):

@@ -78,7 +78,7 @@ out = {
     "stream": texts(PretrainDataLoader, ["org/texts:more"], text_column="body"),
     "mixed": texts(PretrainDataLoader, ["org/texts:more", "org/texts:less"], text_column="body"),
     "streams": texts(PretrainDataLoader, ["org/texts:more", "org/texts:less"], text_column="body",
-                     stream="all", weights=[1, 1]),
+                     stream="all"),
 }
 errors = []
 for name in ("org/none", "org/qa@v9", "org/qa[dev]"):

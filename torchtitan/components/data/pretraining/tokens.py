@@ -13,6 +13,9 @@ from torchtitan.components.data.disk_cache import evenly_spaced
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.report import Report
 
+BYTES_PER_TOKEN = 4
+"""Mean length of a token in English text with large vocabularies."""
+
 
 class Tokens(ABC):
     """A stream of token ids, divided into documents."""
@@ -27,6 +30,10 @@ class Tokens(ABC):
     """True if reading takes long, so that windows should be read ahead."""
     sources: Sequence[tuple[str, Report]] = ()
     """Name and counts of each source, if recorded."""
+
+    def n_bytes(self) -> int:
+        """Return about how many bytes the text has, to compare with the files of a stream."""
+        return self.n_tokens * BYTES_PER_TOKEN
 
     @abstractmethod
     def tokens(self, start: int, stop: int) -> Array:
