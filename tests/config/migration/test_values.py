@@ -89,6 +89,15 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "training.mixed_precision_param": "float32",
         "training.seq_len": 512,
     },
+    "python train.py --model_name_or_path org/m --train_file a.txt --validation_file b.txt "
+    "--block_size 64 --do_eval --fp16": {
+        "dataloader.dataset": ["a.txt"],
+        "validator.dataset": ["b.txt"],
+        "validator.enable": True,
+        "training.seq_len": 64,
+        "training.mixed_precision_param": "float16",
+        "dataloader.packing": None,
+    },
     f"python train.py {TRL}": {"optimizer.lr": 5e-5, "activation_checkpoint.mode": None},
     "trl sft --model_name_or_path gpt2 --dataset_name org/d": {"hf_assets_path": "assets/hf/gpt2"},
     "trl sft --model_name_or_path tests/config --dataset_name org/d": {
@@ -116,6 +125,28 @@ def test_commands(command):
     expected = COMMANDS[command]
     options = of_command(command).options
     assert {key: options.get(key) for key in expected} == expected
+
+
+def test_a_floor_of_the_rate_is_stated_once():
+    """Not also as an end at rate 0."""
+    command = f"trl sft {TRL} --lr_scheduler_type cosine_with_min_lr "
+    found = of_command(f"{command} --lr_scheduler_kwargs.min_lr_rate 0.1")
+    assert found.options["lr_scheduler.min_lr_factor"] == 0.1
+    assert [row.key for row in found.rows if "min_lr_factor" in row.note] == [
+        "lr_scheduler_kwargs.min_lr_rate"
+    ]
+
+
+def test_a_type_is_stated_once():
+    found = of_command(f"python train.py {TRL} --fp16")
+    notes = [row.note for row in found.rows if "mixed_precision" in row.note]
+    assert notes == ["training.mixed_precision_param: float16"]
+
+
+def test_the_answer_nothing_is_no_remedy():
+    rows = of_command(f"trl sft {TRL} --label_smoothing_factor 0.1").rows
+    [note] = [row.note for row in rows if row.key == "label_smoothing_factor"]
+    assert note == "the loss of tokens has no smoothing"
 
 
 FILES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {

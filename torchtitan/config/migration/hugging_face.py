@@ -94,8 +94,9 @@ def schedule(migration: Migration, key: str = "lr_scheduler_type") -> None:
         migration.miss(key, "the file has a cosine instead, which --lr_scheduler.decay_type sets")
     else:
         options = {f"lr_scheduler__{part}": value for part, value in _SCHEDULES[name].items()}
-        why = "" if name.startswith("constant") else "it ends at rate 0"
-        migration.change(key, why, lr_scheduler__min_lr_factor=0.0, **options)
+        ends_at_zero = not name.startswith("constant") and not _floors(migration)
+        floor = {"lr_scheduler__min_lr_factor": 0.0} if ends_at_zero else {}
+        migration.change(key, "it ends at rate 0" if floor else "", **floor, **options)
     _floor(migration)
     _warmup(migration, is_off=name == "constant")
 
@@ -121,16 +122,25 @@ def _stable_and_decay(migration: Migration, key: str) -> None:
     migration.take(f"{prefix}num_decay_steps", "lr_scheduler.decay_ratio", ratio)
 
 
-def _floor(migration: Migration) -> None:
+def _floors(migration: Migration) -> dict[str, float]:
+    """Return the keys that state the lowest rate, with its fraction of the highest."""
     rate = float(migration.get("learning_rate") or 1)
-    for key, factor in (
-        ("lr_scheduler_kwargs.min_lr_rate", 1.0),
-        ("lr_scheduler_kwargs.min_lr_ratio", 1.0),
-        ("lr_scheduler_kwargs.min_lr", 1 / rate),
-        ("cosine_min_lr_ratio", 1.0),
-    ):
-        if (value := migration.get(key)) is not None:
-            migration.take(key, "lr_scheduler.min_lr_factor", float(value) * factor)
+    factors = {
+        "lr_scheduler_kwargs.min_lr_rate": 1.0,
+        "lr_scheduler_kwargs.min_lr_ratio": 1.0,
+        "lr_scheduler_kwargs.min_lr": 1 / rate,
+        "cosine_min_lr_ratio": 1.0,
+    }
+    return {
+        key: float(value) * factor
+        for key, factor in factors.items()
+        if (value := migration.get(key)) is not None
+    }
+
+
+def _floor(migration: Migration) -> None:
+    for key, value in _floors(migration).items():
+        migration.take(key, "lr_scheduler.min_lr_factor", value)
 
 
 def _warmup(migration: Migration, *, is_off: bool) -> None:
@@ -188,6 +198,8 @@ def decay(migration: Migration) -> None:
 def precision(migration: Migration) -> None:
     """Set the type of the computation."""
     in_bfloat16 = migration.get("bf16") in (True, "auto", "full")
+    if migration.get("fp16") and migration.get("bf16") is not None and not in_bfloat16:
+        migration.drop("bf16", "it is off")
     for key in ("bf16", "fp16"):
         value = migration.get(key)
         if value is None:

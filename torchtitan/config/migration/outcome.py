@@ -120,7 +120,7 @@ class Migration:
                 self.take(key, option)
             elif key in self.given:
                 answer = OTHER_NAMES.get(key)
-                self.miss(key, f"use {answer}" if answer else "no option does this")
+                self.miss(key, _remedy(answer) if answer else "no option does this")
         self.rows.sort(key=lambda row: OUTCOMES.index(row.outcome))
 
     def use_model(self, key: str, revision: str = "") -> None:
@@ -265,6 +265,12 @@ def plain(value: object) -> Any:
     if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text):
         return float(text)
     return value
+
+
+def _remedy(answer: str) -> str:
+    """Return the answer to an unknown option as a row's note."""
+    nothing = "nothing: "
+    return answer.removeprefix(nothing) if answer.startswith(nothing) else f"use {answer}"
 
 
 def _shown(value: object) -> str:

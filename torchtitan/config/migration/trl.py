@@ -73,8 +73,8 @@ def migrate_trl(migration: Migration, method: str) -> None:
 
 def migrate_transformers(migration: Migration) -> None:
     """Read arguments of transformers' `TrainingArguments`, of a script that fine-tunes."""
-    if "run_clm" in migration.command:
-        migration.config = "pretrain"
+    if "run_clm" in migration.command or migration.get("block_size") is not None:
+        migration.config = "pretrain"  # the script that has this key
         if (length := migration.get("block_size")) is not None:
             migration.take("block_size", "training.seq_len", int(length))
     else:
@@ -160,6 +160,11 @@ def _data(migration: Migration) -> list[str]:
                 migration.drop(key, "in brackets after the name of the dataset")
     elif (mixer := _mixer(migration)) is not None:
         migration.set(dataloader__dataset=mixer)
+    if (file := migration.get("train_file")) is not None:
+        migration.take("train_file", "dataloader.dataset", [str(file)])
+    if (file := migration.get("validation_file")) is not None:
+        held_out = [str(file)]
+        migration.take("validation_file", "validator.dataset", held_out)
     return held_out
 
 
