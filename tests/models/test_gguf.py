@@ -246,10 +246,12 @@ def test_transformers_reads_equal_models(name, tmp_path):
     assert (read.config.bos_token_id, read.config.eos_token_id) == (0, 1)
 
 
-def by_llama_cpp(folder: Path, ids: Tensor) -> tuple[Any, Tensor]:
-    """Convert the model in FOLDER/hf, and return it in llama.cpp, and its logits (L, V)."""
+def by_llama_cpp(folder: Path, ids: Tensor, *words: str) -> tuple[Any, Tensor]:
+    """Convert the model in FOLDER/hf with options, and return it in llama.cpp, and its logits
+    (L, V)."""
     llama_cpp = pytest.importorskip("llama_cpp")
-    assert convert(folder / "hf", folder / "out") == 0
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    assert convert(*words, folder / "hf", folder / "out") == 0
     exact = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
     model = llama_cpp.Llama(
         str(folder / "out" / "model.gguf"), n_ctx=128, logits_all=True, verbose=False, **exact
@@ -289,6 +291,40 @@ def test_llama_cpp_computes_equal_models(name, seed, tmp_path):
             ids[:, :8], max_new_tokens=12, do_sample=False, eos_token_id=VOCAB
         )
         assert tokens == expected[0, 8:].tolist()
+
+
+STEPS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "Q8_0": 2.0**-6}
+"""Rounding of weights, and of the inputs of products, in llama.cpp: in Q8_0, half of 1/127 of a
+block's largest value, which is several times the block's deviation."""
+
+MAGNIFIED = ("qwen3_next", "qwen3_5", "kimi_linear")
+"""Models whose delta nets magnify differences, also in float32."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FITTING)
+def test_llama_cpp_computes_narrow_types(name, tmp_path):
+    """Logits within the rounding of the type, except at the places where it changes the choice of
+    an expert or of a token to attend to, so the median over the places is compared. Each token of a
+    greedy text is one whose logit is the highest of transformers' too, to that rounding."""
+    reference = save(tmp_path / "hf", name, seed=0)
+    ids = random_ids(40)
+    with torch.no_grad():
+        theirs = reference(ids).logits[0]
+    for kind, step in STEPS.items():
+        option = "--quantize" if kind == "Q8_0" else "--export_dtype"
+        model, ours = by_llama_cpp(tmp_path, ids, option, kind)
+        differences = (ours - theirs).square().mean(-1).sqrt() / theirs.std()
+        bound = (24 if name.startswith(MAGNIFIED) else 8) * step
+        assert differences.median() < bound, kind
+        if kind == "float16":
+            model.reset()
+            prompt = ids[0, :8].tolist()
+            tokens = [t for t, _ in zip(model.generate(prompt, temp=0.0), range(12), strict=False)]
+            with torch.no_grad():
+                logits = reference(torch.tensor([prompt + tokens])).logits[0, 7:-1]
+            chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            assert ((logits.amax(-1) - chosen) / logits.std()).max() < 2 * bound
 
 
 def converted(family: Any, config: Any, name: str, *tensors: Tensor) -> Tensor:

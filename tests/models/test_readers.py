@@ -1,5 +1,7 @@
 """Exports in Hugging Face format, opened by CTranslate2 and mlx-lm, where these are installed (pip
-install ctranslate2==4.8.5 mlx-lm==0.32.2 mlx-cpu), with the logits of transformers."""
+install ctranslate2==4.8.5 mlx-lm==0.32.2 mlx-cpu), with the logits of transformers; and by the
+parser of configurations of vLLM (pip install --no-deps --target FOLDER vllm==0.29.0 cbor2 cachetools
+msgspec blake3 pyzmq py-cpuinfo, and PYTHONPATH=FOLDER)."""
 
 import json
 import shutil
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.models import family_cases
 from torchtitan.cli.main import main
 from torchtitan.components.tokenizer import EMBEDDED_TOKENIZER
 
@@ -126,3 +129,61 @@ def test_ctranslate2(name, tmp_path):
 @pytest.mark.parametrize("name", CASES)
 def test_mlx_lm(name, tmp_path):
     check("mlx_lm", logits_of_mlx, name, tmp_path)
+
+
+def _parsed_by_vllm(folder: Path) -> tuple[dict[str, Any], Any]:
+    """Return a configuration as vLLM's parser reads it, and the sizes that its engine derives."""
+    pytest.importorskip("vllm.config", exc_type=ImportError)
+    from vllm.transformers_utils.config import get_config, get_hf_text_config
+    from vllm.transformers_utils.model_arch_config_convertor import (
+        MODEL_ARCH_CONFIG_CONVERTORS,
+        ModelArchConfigConvertorBase,
+    )
+
+    config = get_config(str(folder), trust_remote_code=False)
+    text = get_hf_text_config(config)
+    kind = MODEL_ARCH_CONFIG_CONVERTORS.get(text.model_type, ModelArchConfigConvertorBase)
+    return json.loads(config.to_json_string(use_diff=False)), kind(config, text).convert()
+
+
+SAVED = [name for name in family_cases.CASES if name != "olmo_hybrid"]
+"""Models that transformers saves; see findings/transformers_saves_olmo_hybrid_unevenly.sh."""
+
+
+UNKNOWN_TO_VLLM = ("ministral", "mistral4")
+"""Families for which vLLM 0.29.0 lists no model, apart from transformers' own."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAVED)
+def test_vllm_parses_the_same_configuration(name, tmp_path):
+    """As transformers reads it, in every value that both have."""
+    pytest.importorskip("vllm", exc_type=ImportError)
+    reference = family_cases.random_reference(name, 0)
+    reference.save_pretrained(tmp_path / "model")
+    assert main(["convert", "--to", "hf", str(tmp_path / "model"), str(tmp_path / "out")]) == 0
+    # before vLLM registers classes of its own
+    read = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    expected = json.loads(read.to_json_string(use_diff=False))
+    parsed, sizes = _parsed_by_vllm(tmp_path / "out")
+    if expected.get("rope_parameters", 0) is None:  # models without RoPE, for which it has defaults
+        del expected["rope_parameters"]
+    different = {
+        key: (value, parsed[key])
+        for key, value in expected.items()
+        if key in parsed and parsed[key] != value
+    }
+    assert different == {}
+    import vllm
+
+    models = Path(vllm.__file__).parent / "model_executor/models/registry.py"
+    is_known = f'"{sizes.architectures[0]}"' in models.read_text()
+    assert is_known == (name not in UNKNOWN_TO_VLLM)
+    for key, size in {
+        "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.hidden_size,
+        "num_attention_heads": sizes.total_num_attention_heads,
+    }.items():
+        assert size == expected[key]
+    assert sizes.architectures == expected["architectures"]
+    assert sizes.total_num_hidden_layers == read.num_hidden_layers
