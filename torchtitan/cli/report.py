@@ -47,9 +47,6 @@ SAMPLES = (COMPLETIONS, TEXT_SAMPLES)
 _MOST_POINTS = 1000
 _MOST_INCIDENTS = 500
 _UNITS = {
-    "tokens_per_second": "tokens/s",
-    "images_per_second": "images/s",
-    "samples_per_second": "samples/s",
     "step_time": "s",
     "tflops": "TFLOP/s per device",
     "mfu": "%",
@@ -58,7 +55,6 @@ _UNITS = {
     "image_token_fraction": "0 to 1",
     "validation_bits_per_byte": "bits per byte",
     "validation_time": "s",
-    "validation_tokens_per_second": "tokens/s",
 }
 """Metric, also of a named set, → its unit on the page. A loss has the unit of its method."""
 
@@ -324,6 +320,14 @@ def shown_metrics(lines: Iterable[Mapping[str, Any]]) -> list[str]:
     return [key for key in keys if key != "step" and not counters.fullmatch(key)]
 
 
+def unit_of(metric: str) -> str:
+    """Return the unit of a metric on the page: what its name counts per second, or as in
+    `_UNITS`."""
+    name = metric.partition("/")[0]
+    counted = re.fullmatch(r"(?:validation_)?(\w+)_per_second", name)
+    return f"{counted[1]}/s" if counted else _UNITS.get(name, "")
+
+
 def points_of(lines: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
     """Return steps and values of a metric."""
     return [(line["step"], line[key]) for line in lines if line.get(key) is not None]
@@ -361,7 +365,7 @@ def page(runs: Sequence[RunRecord]) -> str:
         runs=runs,
         written=_moment(time.time()),
         charts=charts(runs),
-        units=_UNITS,
+        unit_of=unit_of,
         sections=sections(runs),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
