@@ -59,7 +59,7 @@ def model_card(
     """Return the text of a card, without credentials.
 
     Args:
-        library: that opens the files: `transformers`, `diffusers`, `peft` or `gguf`.
+        library: that opens the files: one of `LIBRARIES`, `peft` or `gguf`.
         task: the Hub's name of what the model does; None: unsaid.
         step: training step of the weights; None: unknown.
         run: the run that trained the model; None: unknown.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan.cli.hub import unreachable
 from torchtitan.cli.model_options import run_command
+from torchtitan.components.checkpoint.formats import LIBRARIES, library_of
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import file_to_copy, missing_folder_error, read_object, read_regular
 from torchtitan.tools.logging import presentable, print_error
@@ -275,11 +276,12 @@ def _library_and_task(folder: Path, names: Sequence[str]) -> tuple[str, str | No
     if "config.json" not in names:
         return "gguf", None
     config = read_object(folder / "config.json")
-    if "_class_name" in config:
-        return "diffusers", None
+    library = library_of(config)
+    if not LIBRARIES[library].has_text:
+        return library, None
     classes = config.get("architectures")
     name = str(*classes[:1]) if isinstance(classes, list) else ""
-    return "transformers", next((t for end, t in _TASKS.items() if name.endswith(end)), None)
+    return library, next((t for end, t in _TASKS.items() if name.endswith(end)), None)
 
 
 def _task_of_adapter(config: Mapping[str, Any]) -> str | None:

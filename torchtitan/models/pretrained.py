@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
-from torchtitan.components.checkpoint.formats import format_of, formats_in
+from torchtitan.components.checkpoint.formats import (
+    LIBRARIES,
+    format_of,
+    formats_in,
+    library_of,
+)
 from torchtitan.components.weights import Format, MetaSource, TensorSource, load_weights, pretrained
 from torchtitan.components.weights.assets import DESCRIPTION, asset_folder, read_model_json
 from torchtitan.components.weights.dequantize import check_quantization
@@ -130,8 +135,7 @@ def huggingface_model(
     `UserError` if there is no such file or class, it does not compute the model, or the weights are
     quantized by an unsupported method."""
     document = _read_description(folder, "hf")
-    if document.get("model_type") is None:  # diffusers names a class instead
-        document["model_type"] = document.pop("_class_name", None)
+    document["model_type"] = document.pop(LIBRARIES[library_of(document)].class_key, None)
     if document["model_type"] is None:
         raise UserError(f"{folder}: its config.json has no model_type, which names the family")
     if not isinstance(document["model_type"], str):

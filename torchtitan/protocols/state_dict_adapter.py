@@ -7,7 +7,7 @@ files are involved.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -366,11 +366,11 @@ class ExternalFormat:
 
     model_types: Mapping[str, str] = field(default_factory=dict)
     """Value of `model_type` in config.json that belongs to this family → its class in
-    transformers; of `_class_name`, for a model of diffusers."""
+    transformers; or of another library's key."""
 
-    library: Literal["transformers", "diffusers"] = "transformers"
-    """Library that reads the folder of a model in the format hf; its folders differ in the names of
-    weight files and in the keys of config.json."""
+    library: str = "transformers"
+    """Library that reads the folder of a model in the format hf, a key of
+    `components.checkpoint.formats.LIBRARIES`."""
 
     other_adapter: Callable[[Any], StateDictAdapter | None] = lambda config: None
     """As `adapter`, for another layout of the same tensors, which is only read; None: no other

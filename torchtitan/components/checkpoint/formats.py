@@ -3,6 +3,8 @@
 Needs no torch, so that commands refuse a wrong folder at once."""
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,20 +20,50 @@ FORMAT_NAMES: dict[Format, str] = {"dcp": "DCP", "hf": "Hugging Face", "meta": "
 ADAPTER_CONFIG = "adapter_config.json"
 """File next to the weights of an adapter in PEFT's format."""
 
-STEMS = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
-"""Beginning of the names of weight files that each library writes."""
+
+@dataclass(frozen=True)
+class Library:
+    """What differs between the libraries that open a folder of Hugging Face's format."""
+
+    stem: str
+    """Beginning of the names of weight files."""
+
+    class_key: str
+    """Key of config.json whose value names the model's type or class, by which its family is
+    found."""
+
+    has_text: bool
+    """True if models read text: config.json then also has the type of weights and the ids of
+    tokens, and the card of a model and the configuration of an adapter may name a task."""
+
+
+LIBRARIES = {
+    "transformers": Library(stem="model", class_key="model_type", has_text=True),
+    "diffusers": Library(stem="diffusion_pytorch_model", class_key="_class_name", has_text=False),
+}
+"""Name of each library that opens our folders, as in `ExternalFormat.library`."""
+
+STEMS = tuple(library.stem for library in LIBRARIES.values())
+"""Beginnings of the names of weight files."""
 
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 META_FILES = "consolidated.*.pth"
 META_PARAMETERS = "params.json"
 
 NAMES_OF_WEIGHTS = (
-    *((f"{stem}.safetensors", f"{stem}.safetensors.index.json") for stem in STEMS.values()),
+    *((f"{stem}.safetensors", f"{stem}.safetensors.index.json") for stem in STEMS),
     PICKLED,
 )
 """Names of a single file of weights and of the index of several."""
 
 SAFETENSORS = tuple(name for pair in NAMES_OF_WEIGHTS[:-1] for name in pair)
+
+
+def library_of(config: Mapping[str, object]) -> str:
+    """Return the name of the library whose key names a class in a config.json; without any, that
+    of the first."""
+    found = (name for name, one in LIBRARIES.items() if config.get(one.class_key) is not None)
+    return next(found, next(iter(LIBRARIES)))
 
 
 def format_of(path: str | Path) -> Format:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan.components.checkpoint.formats import ADAPTER_CONFIG
+from torchtitan.components.checkpoint.formats import ADAPTER_CONFIG, LIBRARIES
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import ModelState
 from torchtitan.components.checkpoint.torchtune_files import adapter_in
@@ -202,8 +202,8 @@ def write_adapter(
 def _task_type(spec: ModelSpec) -> str | None:
     # PEFT's class for SEQ_CLS would look for whole weights of the score in the file, and that for
     # CAUSAL_LM needs a class of transformers.
-    generates_text = format_for(spec, "hf").library == "transformers" and not spec.model.scores
-    return "CAUSAL_LM" if generates_text else None
+    has_text = LIBRARIES[format_for(spec, "hf").library].has_text
+    return "CAUSAL_LM" if has_text and not spec.model.scores else None
 
 
 def read_adapter(

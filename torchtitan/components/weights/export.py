@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.components.checkpoint.formats import META_PARAMETERS, STEMS, Format
+from torchtitan.components.checkpoint.formats import LIBRARIES, META_PARAMETERS, Format
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.tokenizer.auto_tokenizer import make_loadable_by_auto_tokenizer
 from torchtitan.components.weights.assets import (
@@ -89,7 +89,7 @@ def export_checkpoint(
             make,
             max_file_bytes=max_file_bytes,
             ranks=group,
-            stem=STEMS[format_for(spec, to).library],
+            stem=LIBRARIES[format_for(spec, to).library].stem,
         )
         if isinstance(source, PlainView):
             group.broadcast_from_rank0(partial(source.write_extra_files, folder, spec))
@@ -146,10 +146,10 @@ def format_for(spec: ModelSpec, to: str) -> ExternalFormat:
 
 
 def config_json(spec: ModelSpec, ids: Mapping[str, object], dtype: torch.dtype) -> dict[str, Any]:
-    """Return a model's config.json, for transformers 4 and 5, or for diffusers, which needs no
-    further keys. `ids` come from `assets.token_ids`; `dtype` is the type of the weights."""
+    """Return a model's config.json, for transformers 4 and 5, or for a library that needs
+    no further keys. `ids` come from `assets.token_ids`; `dtype` is the type of the weights."""
     format = format_for(spec, "hf")
-    if format.library == "diffusers":
+    if not LIBRARIES[format.library].has_text:
         return format.to_external(spec.model)
     name = str(dtype).removeprefix("torch.")
     if spec.model.scores:  # transformers reads the last token that is not padding, so EOS is none

@@ -83,7 +83,7 @@ class HuggingFaceSource(TensorSource):
 
 def _stem_in(folder: Path) -> str:
     return next(
-        (stem for stem in STEMS.values() if any(map(Path.is_file, files_named(folder, stem)))),
+        (stem for stem in STEMS if any(map(Path.is_file, files_named(folder, stem)))),
         "model",
     )
 
