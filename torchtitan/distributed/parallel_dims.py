@@ -114,7 +114,7 @@ class ParallelDims:
                     raise UserError(
                         f"--parallelism.{option} {degree} does not divide --model.{name} {size}"
                     )
-        if model.divides_samples:
+        if model.divides_samples:  # by `OwnTokens`, at the first batch
             return
         pieces = (
             self.tp * self.cp * (2 if self.cp > 1 and self.cp_load_balancer == "headtail" else 1)
@@ -192,6 +192,11 @@ class ParallelDims:
     def tensor_leader(self) -> int:
         """The first rank of this one's tensor-parallel group, whose ranks have the same samples."""
         return (dist.get_rank() if self.world_size > 1 else 0) - self.coordinate("tp")
+
+    def divides_batches(self, model: BaseModel.Config) -> bool:
+        """True if context-parallel ranks get their tokens of each batch: not if the model divides
+        the tokens of whole samples."""
+        return self.cp > 1 and not model.divides_samples
 
     @property
     def sequence_shards(self) -> SequenceShards:

@@ -299,7 +299,7 @@ class RunConfig(Configurable.Config):
         )
         check_compile(self.compile)
         check_async_tensor_parallel(self.compile, self.parallelism)
-        if dims.cp > 1 and not self.model_spec.model.divides_samples:
+        if dims.divides_batches(self.model_spec.model):
             check_c_compiler(
                 "--parallelism.context_parallel_degree above 1 computes with FlexAttention, which"
             )

@@ -808,7 +808,7 @@ class Trainer(Configurable):
 
     def post_dataloading_process(self, batch: Batch) -> Batch:
         """Return the batch on the device; under context parallelism, this rank's tokens, unless the
-        model divides samples itself. Raise `UserError` for positions, which no model would read, so
+        model divides them itself. Raise `UserError` for positions, which no model would read, so
         that documents would attend to each other."""
         if "positions" in batch:
             raise UserError(
@@ -818,7 +818,7 @@ class Trainer(Configurable):
         on_device = {
             name: value.to(self.device, non_blocking=True) for name, value in batch.items()
         }
-        if self.parallel_dims.cp == 1 or self.config.model_spec.model.divides_samples:
+        if not self.parallel_dims.divides_batches(self.config.model_spec.model):
             return on_device
         return shard_sequences(
             on_device, self.parallel_dims.sequence_shards, self.parallel_dims.coordinate("cp")
