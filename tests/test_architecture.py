@@ -559,3 +559,45 @@ def test_walkthroughs_name_existing_files_and_names():
                 ]
                 assert part in defined or part in map(ast.unparse, targets), f"{path}: {name}"
                 scope = defined[part].body if part in defined else []
+
+
+GENERATION = (
+    "models/flux/",
+    "models/dit/",
+    "models/common/diffusion.py",
+    "components/diffusion/",
+    "components/images/",
+    "experiments/flow_matching/",
+)
+"""Parts of the library for image generation."""
+
+OF_OTHER_MODALITIES = re.compile(
+    r"[Dd]iffus(ion|ers)|[Ff]low.?[Mm]atching|\b(DiT|FLUX|dit|flux)\b|\bNoTokens|no_tokens"
+    r"|\bOwnTokens|\bdivides_samples|\bmodels? without tokens"
+)
+"""Words of code that only serves models without tokens."""
+
+
+def seams() -> dict[str, list[str]]:
+    """Return the table of docs/extending.md: file → names of its seams."""
+    text = (PROJECT / "docs" / "extending.md").read_text()
+    section = text.partition("\n## Train a model without tokens\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.+?`) \| `([\w/.]+\.py)` \|", section, flags=re.MULTILINE)
+    return {file: re.findall(r"`(?:\w+\.)*(\w+)`", names) for names, file in rows}
+
+
+def test_few_files_know_models_without_tokens():
+    table = seams()
+    assert 5 < len(table) < 10
+    for file, names in table.items():
+        text = (PACKAGE / file).read_text()
+        for name in names:
+            defined = rf"^ *(class |def |self\.)?{name}(\(|:|\b.* =)"
+            assert re.search(defined, text, re.MULTILINE), f"{file}: {name}"
+    knowing = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if OF_OTHER_MODALITIES.search(path.read_text())
+    }
+    others = {file for file in knowing if not file.startswith(GENERATION)} - set(table)
+    assert others == set()

@@ -245,7 +245,10 @@ def _check_entry(
 
 def _parts(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module | None]]:
     """Yield name and module for each match of `pattern`, None for an absent module or a stage
-    without layers."""
+    without layers; of an empty pattern, the module itself."""
+    if not pattern:
+        yield "", module
+        return
     head, _, rest = pattern.partition(".")
     found = [(name, child) for name, child in module.named_children() if fnmatchcase(name, head)]
     if not found and (head == "*" or getattr(module, head, module) is None):

@@ -47,7 +47,8 @@ In models whose ranks all have the whole sequence between layers:
 - `whole to rows`: as `rows to whole`; takes all features.
 - `vocabulary to whole`: as `vocabulary`; returns the whole sequence.
 - `whole`: works on the whole sequence, with the same weights on every rank.
-- `copy`: as `whole`, for any inputs, such as images; only its own weights, not its submodules'.
+- `copy`: as `whole`, for any inputs, such as images; only its own weights, not its submodules'. The
+  name of the model itself is empty.
 """
 
 Features = Literal["in", "out"] | None
