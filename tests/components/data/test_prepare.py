@@ -55,6 +55,7 @@ from torchtitan.components.data.prepare.encoding import (
     sample_encoding,
 )
 from torchtitan.components.data.prepare.merge import find_duplicates, merge
+from torchtitan.components.data.prepare.near_duplicates import Bands
 from torchtitan.components.data.prepare.preparation import Preparation
 from torchtitan.components.data.prepare.prepared import find_prepared
 from torchtitan.components.data.sources import block_cache, stored
@@ -735,6 +736,17 @@ def test_a_full_disk_is_not_tried_again(monkeypatch):
         stored.with_patience("writing x", fail)
 
 
+def test_what_is_no_regular_file_is_not_tried_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(stored.time, "sleep", None)
+    os.mkfifo(tmp_path / "x")
+    (tmp_path / "y").mkdir()
+    for name in "xy":
+        with raises(f"reading {name} failed: OSError: {tmp_path / name} is not a regular file"):
+            stored.with_patience(
+                f"reading {name}", lambda name=name: folder_at(str(tmp_path)).read(name)
+            )
+
+
 def test_a_damaged_copy_of_an_index_is_copied_again(corpus, tokenizer, tmp_path, store, log):
     prepared(corpus, "memory://out", tokenizer)
     expected = open_tokens("memory://out", tokenizer, tmp_path).tokens(0, 99)
@@ -1101,21 +1113,29 @@ class TestErrors:
             open_tokens(tmp_path / "out", tokenizer, tmp_path)
 
     def test_damaged_parts(self, corpus, tokenizer, tmp_path):
-        made = preparation(corpus, tmp_path / "out", tokenizer)
+        """A bit of any file of a part; the part can be written again."""
+        made = preparation(corpus, tmp_path / "out", tokenizer, near_duplicates=Bands(0.8))
         made.begin()
         made.write_all(made.missing(), 1)
-        [items, *_] = sorted(tmp_path.glob("out/parts/*/*/items.bin"))
-        items.write_bytes(items.read_bytes()[ITEM.itemsize :])
-        with raises(
-            f"{tmp_path / 'out'}/parts is damaged, or of another version; remove it and prepare "
-            "all parts again"
-        ):
-            merge(made, 1)
-        shutil.rmtree(tmp_path / "out/parts")
-        again, other = (
-            prepared(corpus, tmp_path / name, tokenizer).place for name in ("out", "other")
-        )
-        assert again.read("manifest.json") == other.read("manifest.json")
+        part = next(path for path in sorted(tmp_path.glob("out/parts/*/*")) if path.is_dir())
+        files = [path for path in part.iterdir() if path.stat().st_size]
+        assert {"part.json", "items.bin", "bands.bin", "tokens.bin", "offsets.bin"} <= {
+            file.name for file in files
+        }
+        for file in files:
+            content = file.read_bytes()
+            file.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+            with raises(f"{part} is damaged ("):
+                merge(made, 1)
+            file.write_bytes(content)
+        shutil.rmtree(part)
+        made.write_all(made.missing(), 1)
+        merge(made, 1)
+        other = preparation(corpus, tmp_path / "other", tokenizer, near_duplicates=Bands(0.8))
+        other.begin()
+        other.write_all(other.missing(), 1)
+        merge(other, 1)
+        assert made.place.read("manifest.json") == other.place.read("manifest.json")
 
     def test_other_tokenizer(self, corpus, tokenizer, tmp_path):
         prepared(corpus, tmp_path / "out", tokenizer)

@@ -60,7 +60,7 @@ def cause_of(error: BaseException) -> str:
 
 def is_lasting(error: BaseException) -> bool:
     """Return whether the same request fails again: no such file or host, no permission, a full
-    disk."""
+    disk, or no regular file."""
     status = getattr(error, "status", None)
     if isinstance(status, int):
         return 400 <= status < 500 and status not in _PASSING_STATUS
@@ -68,6 +68,8 @@ def is_lasting(error: BaseException) -> bool:
     if is_unknown_host or isinstance(error, OSError) and error.errno in _FULL:
         return True
     cause = error.__cause__
+    if isinstance(cause, UserError) and not isinstance(cause, StoreError):  # see `LocalFolder.open`
+        return True
     # Only servers of HTTP and the system say more than the store's own error. The causes of other
     # stores' errors are exceptions of their libraries.
     is_telling = isinstance(cause, OSError) or isinstance(getattr(cause, "status", None), int)

@@ -10,6 +10,7 @@ them. A damaged folder is renamed and rebuilt.
 
 import contextlib
 import functools
+import io
 import json
 import os
 import shutil
@@ -146,6 +147,14 @@ def record_blocks(folder: Path) -> None:
         with path.open("rb") as file:
             recorded[path.name] = path.stat().st_size, block_checksums(file)
     (folder / BLOCKS_FILE).write_text(json.dumps(recorded))
+
+
+def check_content(content: bytes, name: str, recorded: str | bytes) -> None:
+    """Raise `ValueError` or `LookupError` if the content of the file `name` does not match the
+    content of its folder's `blocks.json`."""
+    size, checksums = json.loads(recorded)[name]
+    if len(content) != size or block_checksums(io.BytesIO(content)) != checksums:
+        raise ValueError(f"{name} has a wrong checksum")
 
 
 def check_blocks(folder: Folder, verify_all: bool) -> None:

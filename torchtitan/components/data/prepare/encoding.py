@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan.components.checkpoint.filesystem import Folder
+from torchtitan.components.data.disk_cache import BLOCKS_FILE, check_content
 from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.finetuning.row_formats import RowFormat
@@ -114,9 +115,8 @@ class Encoding:
         return _array(folder, name, dtype), _array(folder, column.offsets)[:: column.sequences]
 
     def select(self, selections: Sequence[tuple[Folder, Array]], folder: Path) -> None:
-        """Write items of several folders, each with the numbers of its items, in their order, to
-        arrays in a new folder. Raise `UserError` for a folder whose arrays do not fit each
-        other."""
+        """Write items of several parts, each with the numbers of its items, in their order, to
+        arrays in a new folder. Raise `UserError` for a damaged part."""
         folder.mkdir()
         for column in self.columns:
             lengths = [np.zeros(1, np.int64)]
@@ -126,19 +126,13 @@ class Encoding:
                     for name in column.values
                 }
                 for source, numbers in selections:
-                    of_source = np.diff(_array(source, column.offsets))
+                    of_source = np.diff(_part_array(source, column.offsets))
                     selected = np.zeros(len(of_source), bool)
                     selected.reshape(-1, column.sequences)[numbers] = True
                     lengths.append(of_source[selected])
                     chosen = slice(None) if selected.all() else np.repeat(selected, of_source)
                     for name, dtype in column.values.items():
-                        values = _array(source, name, dtype)
-                        if len(values) != of_source.sum():
-                            raise UserError(
-                                f"{source}/{name} is damaged; remove {source}, and run the command "
-                                "again"
-                            )
-                        files[name].write(values[chosen].data)
+                        files[name].write(_part_array(source, name, dtype)[chosen].data)
             with durable.new_file(folder / column.offsets) as file:
                 file.write(np.cumsum(np.concatenate(lengths)).tobytes())
 
@@ -227,7 +221,7 @@ def rows_of(folder: Folder, items: np.ndarray, report: Report) -> np.ndarray:
     """Return a number for the row of each item (n,), equal for the samples of one row."""
     if report.samples == report.kept:
         return items["number"]
-    offsets, texts = _array(folder, "place_offsets.bin"), read(folder, "places.bin")
+    offsets, texts = _part_array(folder, "place_offsets.bin"), read_part(folder, "places.bin")
     places = [json.loads(texts[start:stop]) for start, stop in itertools.pairwise(offsets.tolist())]
     rows = [place if isinstance(place, str) else place[0] for place in places]
     numbers = {row: number for number, row in enumerate(dict.fromkeys(rows))}
@@ -238,8 +232,25 @@ def read(folder: Folder, name: str) -> bytes:
     return with_patience(f"reading {folder}/{name}", lambda: folder.read(name))
 
 
+def read_part(folder: Folder, name: str) -> bytes:
+    """Return the content of a file of a complete part. Raise `UserError` if it does not match its
+    checksums."""
+    try:
+        content = read(folder, name)
+        check_content(content, name, read(folder, BLOCKS_FILE))
+    except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"{folder} is damaged ({error}); remove it, and run the command again"
+        ) from error
+    return content
+
+
 def _array(folder: Folder, name: str, dtype: str = "int64") -> np.ndarray:
     return np.frombuffer(read(folder, name), dtype)
+
+
+def _part_array(folder: Folder, name: str, dtype: str = "int64") -> np.ndarray:
+    return np.frombuffer(read_part(folder, name), dtype)
 
 
 def _n_trained(folder: Folder, column: Column, offsets: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 from torchtitan.components.checkpoint.filesystem import UNFINISHED, Folder, LocalFolder
 from torchtitan.components.data.disk_cache import BLOCKS_FILE, record_blocks
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.prepare.encoding import HASH_BYTES, ITEM, read, rows_of
+from torchtitan.components.data.prepare.encoding import HASH_BYTES, ITEM, read, read_part, rows_of
 from torchtitan.components.data.prepare.near_duplicates import repeated
 from torchtitan.components.data.prepare.preparation import (
     BANDS,
@@ -59,8 +59,8 @@ _PARTS_AT_A_TIME = 256
 
 def merge(preparation: Preparation, workers: int) -> None:
     """Write the items of each split, of equal ones the first, and the manifest; then remove the
-    parts. May be killed and repeated. Raise `UserError` if parts are missing, a split is empty, or
-    the plan or the sources have changed."""
+    parts. May be killed and repeated. Raise `UserError` if parts are missing or damaged, a split is
+    empty, or the plan or the sources have changed."""
     place = preparation.place
     if has_file(place / "plan", PLAN):
         preparation.check()
@@ -98,7 +98,7 @@ class _Merge:
             self.splits[VALIDATION] = OF_VALIDATION
         self.folders = [preparation.folder(part) for part in range(len(preparation.parts))]
         with ThreadPoolExecutor(16) as pool:  # a store takes long to answer
-            reports = pool.map(lambda folder: json.loads(read(folder, PART)), self.folders)
+            reports = pool.map(lambda folder: json.loads(read_part(folder, PART)), self.folders)
             self.found = list(map(Report.from_dict, reports))
         self._copy(ITEMS)
         if not any(report.kept for report in self.found):
@@ -106,11 +106,6 @@ class _Merge:
                 ", ".join(of.name for of in preparation.sources), Report.total(self.found)
             )
         ends = np.cumsum([report.samples for report in self.found])
-        if (work / ITEMS).stat().st_size != ends[-1] * ITEM.itemsize:
-            parts = f"{preparation.place}/parts"
-            raise UserError(
-                f"{parts} is damaged, or of another version; remove it and prepare all parts again"
-            )
         self.all_items = np.memmap(work / ITEMS, ITEM, "r+")
         self.items = np.split(self.all_items, ends[:-1])
         """Items of each part, `ITEM` (n,); dropped ones are in no split."""
@@ -131,7 +126,7 @@ class _Merge:
         with ThreadPoolExecutor(16) as pool, durable.new_file(self.work / name) as file:
             for first in range(0, len(self.folders), _PARTS_AT_A_TIME):
                 folders = self.folders[first : first + _PARTS_AT_A_TIME]
-                file.writelines(pool.map(partial(read, name=name), folders))
+                file.writelines(pool.map(partial(read_part, name=name), folders))
 
     def _drop_duplicates(self, index: int) -> None:
         found = find_duplicates(self.items, index, self.n_passes)

@@ -2,12 +2,12 @@
 at all; `merge` makes one result of them.
 
 The folder of a preparation has `plan/plan.json`; for each part N `parts/PLAN/N/`, with the arrays
-of its items, `items.bin`, `bands.bin` if near duplicates are sought, and `part.json`, which marks
-it as complete; and the result of `merge`, which removes the parts. PLAN is a digest: preparations
-do not mix, even if two begin together in a store without conditional writes. The result is
-`manifest.json` with the counts of each source and split, and a digest; caches `SPLIT/DIGEST/`, one
-per part of text, or one for all samples; `SPLIT.index`, which lists them, see `INDEX_ROWS`; and
-tables of scores, see `SCORES`.
+of its items, `items.bin`, `bands.bin` if near duplicates are sought, checksums of all of them, and
+`part.json`, which marks it as complete; and the result of `merge`, which removes the parts. PLAN is
+a digest: preparations do not mix, even if two begin together in a store without conditional writes.
+The result is `manifest.json` with the counts of each source and split, and a digest; caches
+`SPLIT/DIGEST/`, one per part of text, or one for all samples; `SPLIT.index`, which lists them, see
+`INDEX_ROWS`; and tables of scores, see `SCORES`.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder
+from torchtitan.components.data.disk_cache import record_blocks
 from torchtitan.components.data.forks import forked_calls
 from torchtitan.components.data.prepare.encoding import Encoding, read
 from torchtitan.components.data.prepare.near_duplicates import Bands
@@ -256,6 +257,7 @@ class Preparation:
             is_fast = self.encoding.encoder is not None and self.encoding.encoder.is_fast
             if is_fast:
                 (folder / FAST).touch()
+            record_blocks(folder)
             target = self.folder(number)
             if is_refused and has_file(target, FAST):
                 with_patience(f"removing {target}", lambda: _remove_part(target))
