@@ -355,6 +355,7 @@ def test_preparations_of_earlier_versions_stay_valid(corpus, tokenizer, tmp_path
     manifest = json.loads(path.read_text())
     reports = [report for of_split in manifest["sources"].values() for _, report in of_split]
     assert reports and all(report.pop("normal") for report in reports)
+    assert manifest.pop("manifest")
     path.write_text(json.dumps(manifest))
     config = PretrainDataLoader.Config(dataset=[str(tmp_path / "out")])
     summary = config.build(tokenizer=tokenizer, seq_len=50, local_batch_size=1).summary(1)
@@ -1111,6 +1112,30 @@ class TestErrors:
         (tmp_path / "out/manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(ValueError, match="does not match its digest"):
             open_tokens(tmp_path / "out", tokenizer, tmp_path)
+
+    def test_a_manifest_with_other_counts_of_rows(self, corpus, tokenizer, tmp_path):
+        """A digest protects them; those of earlier versions have none, but are counts."""
+        made = prepared(corpus, tmp_path / "out", tokenizer)
+        path = tmp_path / "out/manifest.json"
+        manifest = json.loads(path.read_text())
+        report = manifest["sources"]["train"][0][1]
+        for rows, message in ((report["rows"] + 1, "does not match its digest"), ("1", "'str'")):
+            report["rows"] = rows
+            path.write_text(json.dumps(manifest))
+            with pytest.raises(ValueError, match=f"damaged .*{message}.*; prepare the data again"):
+                open_tokens(tmp_path / "out", tokenizer, tmp_path)
+            manifest.pop("manifest", None)
+        path.write_text("{}")
+        with pytest.raises(ValueError, match="is damaged .'splits'.; remove it, and prepare"):
+            merge(made, 1)
+
+    def test_a_damaged_plan(self, corpus, tokenizer, tmp_path):
+        made = preparation(corpus, tmp_path / "out", tokenizer)
+        made.begin()
+        for content in ("", "[]", "{}{}", '{"format": 2}', "[" * 10_000):
+            (tmp_path / "out/plan/plan.json").write_text(content)
+            with pytest.raises(UserError, match="set --out to a new folder"):
+                made.begin()
 
     def test_damaged_parts(self, corpus, tokenizer, tmp_path):
         """A bit of any file of a part; the part can be written again."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, Self
 
 from torchtitan.components.data.plan.sampler import Array
@@ -96,7 +97,7 @@ class Report:
         """Add the counts of another report."""
         formats = dict.fromkeys([*self.format.split(", "), *other.format.split(", ")])
         self.format = ", ".join(filter(None, formats))
-        for name in ("rows", "kept", "samples", "tokens", "trained_tokens", "turns", "stops"):
+        for name in _NUMBERS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in _COUNTERS:
             getattr(self, name).add_all(getattr(other, name))
@@ -109,11 +110,12 @@ class Report:
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Self:
         """Create a report from the result of `dataclasses.asdict`, written as JSON. A counter that
-        an earlier version did not have is empty."""
+        an earlier version did not have is empty. Raise `TypeError`, `LookupError` or `ValueError`
+        for a damaged document."""
 
         def to_counter(entry: dict[str, Any]) -> ExampleCounter:
             return ExampleCounter(
-                entry["count"], [(where, what) for where, what in entry["examples"]]
+                index(entry["count"]), [(where, what) for where, what in entry["examples"]]
             )
 
         def by_name(entries: dict[str, Any] | list[str]) -> dict[str, ExampleCounter]:
@@ -121,9 +123,11 @@ class Report:
                 return {name: ExampleCounter() for name in entries}
             return {name: to_counter(entry) for name, entry in entries.items()}
 
+        numbers = {name: index(document[name]) for name in _NUMBERS if name in document}
         counters = {name: to_counter(document[name]) for name in _COUNTERS if name in document}
         by_kind = {name: by_name(document.get(name, {})) for name in _COUNTERS_BY_KIND}
-        return cls(**{**document, **counters, **by_kind})
+        options = {name: index(count) for name, count in document.get("options", {}).items()}
+        return cls(**{**document, **numbers, **counters, **by_kind, "options": options})
 
     def events(self) -> Iterator[tuple[str, ExampleCounter]]:
         """Yield the changes to rows and samples, with their counts."""
@@ -162,6 +166,7 @@ class Report:
                 yield f"{event}: {counter.count:,}{examples}"
 
 
+_NUMBERS = ("rows", "kept", "samples", "tokens", "trained_tokens", "turns", "stops")
 _COUNTERS = ("truncated", "special_in_text", "left_out", "only_stops", "unprompted", "normal")
 _COUNTERS_BY_KIND = ("dropped", "lost", "unread_options", "unread")
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan.components.checkpoint.filesystem import UNFINISHED, Folder, LocalFolder
-from torchtitan.components.data.disk_cache import BLOCKS_FILE, record_blocks
+from torchtitan.components.data.disk_cache import BLOCKS_FILE, readable, record_blocks
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.prepare.encoding import HASH_BYTES, ITEM, read, read_part, rows_of
 from torchtitan.components.data.prepare.near_duplicates import repeated
@@ -27,6 +27,7 @@ from torchtitan.components.data.prepare.preparation import (
     ITEMS,
     LOW_SCORE,
     MANIFEST,
+    MANIFEST_DIGEST,
     NEAR_DUPLICATE,
     OF_TRAIN,
     OF_VALIDATION,
@@ -78,12 +79,13 @@ def merge(preparation: Preparation, workers: int) -> None:
             write_file(place, MANIFEST, json.dumps(manifest).encode(), work)
     with os_errors_as(f"{place} is complete, but its parts cannot be removed"):
         _remove_parts(place)
-    manifest = json.loads(read(place, MANIFEST))
-    counts = (
-        f"{split}: {of['items']:,} items, {of['tokens']:,} tokens"
-        for split, of in manifest["splits"].items()
-    )
-    logger.info(f"{place} is complete: {'; '.join(counts)}; digest {manifest['digest']}")
+    with readable(place, "; remove it, and prepare the data again"):
+        manifest = json.loads(read(place, MANIFEST))
+        counts = "; ".join(
+            f"{split}: {of['items']:,} items, {of['tokens']:,} tokens"
+            for split, of in manifest["splits"].items()
+        )
+        logger.info(f"{place} is complete: {counts}; digest {manifest['digest']}")
 
 
 class _Merge:
@@ -209,7 +211,8 @@ class _Merge:
             "encoding": encoding.identity,
             "digest": digest_of(splits),
         }
-        return {**description, "splits": splits, "sources": sources}
+        manifest = {**description, "splits": splits, "sources": sources}
+        return {**manifest, MANIFEST_DIGEST: digest_of(manifest)}
 
     def _kept(self, part: int, split: str) -> np.ndarray:
         items = self.items[part]

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder
-from torchtitan.components.data.disk_cache import record_blocks
+from torchtitan.components.data.disk_cache import readable, record_blocks
 from torchtitan.components.data.forks import forked_calls
 from torchtitan.components.data.prepare.encoding import Encoding, read
 from torchtitan.components.data.prepare.near_duplicates import Bands
@@ -42,6 +42,8 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.progress import progress
 
 MANIFEST = "manifest.json"
+MANIFEST_DIGEST = "manifest"
+"""Key of the manifest for the digest of all its other keys."""
 PLAN = "plan.json"
 PART = "part.json"
 ITEMS = "items.bin"
@@ -166,7 +168,9 @@ class Preparation:
 
     def check(self) -> None:
         """Raise `UserError` if the folder holds another preparation."""
-        begun, plan = json.loads(read(self.place / "plan", PLAN)), json.loads(json.dumps(self.plan))
+        with readable(self.place, "; set --out to a new folder"):
+            begun = json.loads(read(self.place / "plan", PLAN))
+        plan = json.loads(json.dumps(self.plan))
         if not isinstance(begun, dict) or begun.get("format") != PLAN_FORMAT:
             raise UserError(
                 f"{self.place} was begun by another version of torchtitan, whose {PLAN} has other "

@@ -22,6 +22,7 @@ from torchtitan.components.data.prepare.encoding import read
 from torchtitan.components.data.prepare.preparation import (
     INDEX_ROWS,
     MANIFEST,
+    MANIFEST_DIGEST,
     PLAN,
     TRAIN,
     VALIDATION,
@@ -59,6 +60,8 @@ class Prepared:
             }
             """Names and counts of the sources in each split."""
             _checked(json.dumps(self.splits).encode(), self.digest, MANIFEST)
+            if digest := manifest.pop(MANIFEST_DIGEST, None):  # not of earlier versions
+                _checked(json.dumps(manifest).encode(), digest, MANIFEST)
 
     def check(self, split: str, kind: str, encoding: dict[str, Any]) -> None:
         """Raise `UserError` unless the data has this split and is of this kind, encoded in this way
