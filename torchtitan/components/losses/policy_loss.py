@@ -235,7 +235,8 @@ class PolicyLoss(Configurable):
                 f"unset {users}, whose advantages are of tokens",
             )
             require(self.gae_decay <= 1, "--policy.gae_decay", self.gae_decay, "from 0 to 1")
-            most = 80.0  # exp(88) is the largest number in float32
+            # float32 ends at exp(88), and `unbiased` multiplies exp(this) by itself.
+            most = 40.0
             require(
                 0 < self.max_log_ratio <= most,
                 "--policy.max_log_ratio",
