@@ -19,7 +19,7 @@ from typing import Any
 
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, os_errors_as
-from torchtitan.tools.files import regular_file
+from torchtitan.tools.files import read_regular, regular_file
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import usable_cores
 from torchtitan.tools.progress import progress
@@ -164,7 +164,7 @@ def _entry(root: Path, what: str, statuses: Sequence[dict[str, Any]]) -> Path:
 def _recall(entry: Path) -> str | None:
     """Return the remembered result, unless it is absent or damaged."""
     with contextlib.suppress(OSError, ValueError):
-        result, check = regular_file(entry).read_text().splitlines()
+        result, check = read_regular(entry).decode().splitlines()
         if check == digest_of([entry.name, result]):
             return result
     return None

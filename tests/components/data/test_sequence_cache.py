@@ -1,5 +1,8 @@
 import os
+import resource
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -171,6 +174,27 @@ def test_something_else_in_place_of_a_file(written, kind):
     assert not cache.holds(batch)
     cache.write(batch, results)
     assert_equal(cache.read(batch), results)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the address space")
+def test_a_file_of_any_size_fits_the_memory(written):
+    """Also a hole of 5 GiB, which takes no space on the disk."""
+    cache, batch, _, file = written
+    mark = cache.mark("data")
+    cache.finish(mark, cache.names(batch))
+    os.truncate(file, 5 << 30)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (3 << 30), limits[1]))
+    try:
+        with pytest.raises(UserError, match="is damaged .*5,368,709,120 bytes, and may have"):
+            cache.read(batch)
+        mark = cache.mark("data")
+        cache.finish(mark, cache.names(batch))
+        os.truncate(mark, 5 << 30)
+        assert not cache.is_complete(mark)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def test_a_mark_lists_what_it_stands_for(written, caplog):

@@ -24,13 +24,16 @@ from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools import durable
 from torchtitan.tools.digests import bytes_digest
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import regular_file
+from torchtitan.tools.files import read_regular
 from torchtitan.tools.logging import logger
 
 FORMAT_VERSION = 2
 
 VERIFIED_FILES = 1024
 """Evenly spaced files of complete data to verify at the start, including the first and the last."""
+
+_MOST_BYTES = 1 << 31
+"""More than the results of a sequence have: a million tokens with 256 likely ones of a teacher."""
 
 _CHECKSUMS = "checksums"
 _NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{30}\.safetensors")
@@ -95,7 +98,7 @@ class SequenceCache:
         """Return whether all files that a mark lists are there, and `VERIFIED_FILES` of them (all
         if `verify`) are not damaged. Raise `UserError` if a damaged file cannot be renamed."""
         with contextlib.suppress(OSError, ValueError):
-            check, *names = regular_file(mark).read_text().splitlines()
+            check, *names = read_regular(mark).decode().splitlines()
             if check != _check_of(names) or not all(map(_NAME.fullmatch, names)):
                 logger.warning("%s is damaged; it is rewritten", mark)
                 return False
@@ -240,7 +243,7 @@ def _encoded(name: str, tensors: Mapping[str, Tensor]) -> bytes:
 def _decoded(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a file. Raise `FileNotFoundError` or another `OSError` if it cannot be
     read, `ValueError` if it is damaged."""
-    content = regular_file(file).read_bytes()
+    content = read_regular(file, most=_MOST_BYTES)
     try:
         tensors = safetensors.torch.load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
