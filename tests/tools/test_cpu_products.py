@@ -22,11 +22,13 @@ TOLERANCE = 1e-4
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Choose oneDNN on any processor, and return the shapes of its first factors."""
+    """Choose oneDNN on any processor and for small products, and return the shapes of its first
+    factors."""
     if onednn_linear() is None:
         pytest.skip("PyTorch is built without oneDNN")
     shapes, linear = [], onednn_linear()
     monkeypatch.setattr(cpu_products, "is_faster", lambda: True)
+    monkeypatch.setattr(cpu_products, "_FEWEST", 1)
     monkeypatch.setattr(
         cpu_products,
         "onednn_linear",
@@ -55,6 +57,19 @@ def test_layers_and_their_gradients_are_those_of_float64(n_rows, has_bias, calls
     exact_gradients = torch.autograd.grad((exact * weights.double()).sum(), exact_inputs)
     for got, expected in zip((out, *gradients), (exact, *exact_gradients), strict=True):
         torch.testing.assert_close(got.double(), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_small_products_are_left_to_pytorch(calls, monkeypatch):
+    """A call of oneDNN takes longer than all of a small product."""
+    monkeypatch.setattr(cpu_products, "_FEWEST", 4 * 8 * 16)
+    x, weight, bias = torch.randn(4, 8), torch.randn(8, 16), torch.randn(16)
+    expected = x[:3] @ weight, torch.addmm(bias, x[:3], weight)
+    with onednn_products():
+        products = x[:3] @ weight, torch.addmm(bias, x[:3], weight)
+        assert not calls
+        x @ weight, torch.addmm(bias, x, weight)
+    assert calls == [(4, 8), (4, 8)]
+    assert all(map(torch.equal, products, expected))
 
 
 def layouts(rows, columns):
