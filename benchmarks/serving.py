@@ -7,6 +7,8 @@ Each client sends one request at a time over HTTP, and all of them at once: a pr
 tokens, continued at temperature 1. transformers gets the same prompts as one batch in memory,
 without HTTP and without waiting for others; both compute float32 on the same number of threads.
 Rounds alternate, and the ratio is that of a round; the table gives the median, minimum and maximum.
+The same for processor time per token, of the server's process and of this one in `generate`: other
+programs on the machine change it less than the time on the clock.
 The model is a Llama with random weights, so that nearly no text ends before the limit; the server's
 tokens are those that it reports.
 """
@@ -23,7 +25,7 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,6 +102,11 @@ class Server:
         self._process.terminate()
         self._process.wait()
 
+    def cpu_seconds(self) -> float:
+        """Return the processor time of the server since its start."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def complete(self, prompt: list[int], n_tokens: int) -> int:
         """Return the number of tokens that one request generates."""
         body = {"model": "model", "prompt": prompt, "max_tokens": n_tokens, "temperature": 1}
@@ -112,27 +119,35 @@ class Server:
             return int(json.load(answer)["usage"]["completion_tokens"])
 
 
-def serve_all(server: Server, prompts: list[list[int]], n_tokens: int) -> float:
-    """Return tokens/s of all clients together."""
+class Speed(NamedTuple):
+    """Tokens of a round per second."""
+
+    of_clock: float
+    of_processor: float
+    """Per second of processor time."""
+
+
+def serve_all(server: Server, prompts: list[list[int]], n_tokens: int) -> Speed:
+    """Return the speed of all clients together."""
     counts: list[int] = []
     threads = [
         threading.Thread(target=lambda one=one: counts.append(server.complete(one, n_tokens)))
         for one in prompts
     ]
-    started = time.perf_counter()
+    started, cpu_before = time.perf_counter(), server.cpu_seconds()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    seconds = time.perf_counter() - started
+    seconds, cpu_seconds = time.perf_counter() - started, server.cpu_seconds() - cpu_before
     assert len(counts) == len(prompts), "a request failed"
-    return sum(counts) / seconds
+    return Speed(sum(counts) / seconds, sum(counts) / cpu_seconds)
 
 
-def generate_all(model: Any, prompts: list[list[int]], n_tokens: int) -> float:
-    """Return tokens/s of transformers for a batch."""
+def generate_all(model: Any, prompts: list[list[int]], n_tokens: int) -> Speed:
+    """Return the speed of transformers for a batch."""
     tokens = torch.tensor(prompts)
-    started = time.perf_counter()
+    started, cpu_before = time.perf_counter(), time.process_time()
     with torch.no_grad():
         out = model.generate(
             tokens,
@@ -143,8 +158,9 @@ def generate_all(model: Any, prompts: list[list[int]], n_tokens: int) -> float:
             min_new_tokens=n_tokens,
             pad_token_id=0,
         )
-    seconds = time.perf_counter() - started
-    return (out.shape[1] - tokens.shape[1]) * len(prompts) / seconds
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_before
+    n_new = (out.shape[1] - tokens.shape[1]) * len(prompts)
+    return Speed(n_new / seconds, n_new / cpu_seconds)
 
 
 def measure(model: Any, server: Server, n_clients: int, n_tokens: int, n_rounds: int) -> None:
@@ -158,13 +174,16 @@ def measure(model: Any, server: Server, n_clients: int, n_tokens: int, n_rounds:
     for _ in range(n_rounds):
         ours.append(serve_all(server, prompts, n_tokens))
         theirs.append(generate_all(model, prompts, n_tokens))
-    ratios = [own / other for own, other in zip(ours, theirs, strict=True)]
-    print(
-        f"{n_clients} clients: served {statistics.median(ours):,.0f} tokens/s, transformers "
-        f"{statistics.median(theirs):,.0f} tokens/s, ratio {statistics.median(ratios):.2f} "
-        f"({min(ratios):.2f} to {max(ratios):.2f})",
-        flush=True,
-    )
+    for name, label in (("of_clock", "second"), ("of_processor", "second of processor time")):
+        own = [getattr(speed, name) for speed in ours]
+        other = [getattr(speed, name) for speed in theirs]
+        ratios = [one / two for one, two in zip(own, other, strict=True)]
+        print(
+            f"{n_clients} clients, tokens per {label}: served {statistics.median(own):,.0f}, "
+            f"transformers {statistics.median(other):,.0f}, ratio {statistics.median(ratios):.2f} "
+            f"({min(ratios):.2f} to {max(ratios):.2f})",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

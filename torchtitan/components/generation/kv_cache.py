@@ -220,8 +220,8 @@ class KVCache:
         """Store new keys and values of a layer; return all that its window reaches."""
         assert attention.query_places_L is not None and attention.key_places_S is not None
         end = self.n_slots + new[0].shape[1]
-        stored_first, *stored = self._stored.get(module, (0, *(x[:, :0] for x in new)))
         if attention.window is not None:
+            stored_first, *stored = self._stored_or_none(module, new)
             first = end - len(attention.key_places_S)
             kept = slice(first - stored_first, self.n_slots - stored_first)
             stored = [
@@ -236,7 +236,7 @@ class KVCache:
     def _remember(self, key: Any, new: Sequence[Tensor], slots: Any) -> list[Tensor]:
         """Write new values of all rows to their slots; return the memory."""
         end = self.n_slots + new[0].shape[1]
-        _, *stored = self._stored.get(key, (0, *(x[:, :0] for x in new)))
+        _, *stored = self._stored_or_none(key, new)
         if stored[0].shape[1] < end:
             # Zeros, since a masked key of NaN would poison the sum.
             grown = [x.new_zeros(x.shape[0], self.max_slots, *x.shape[2:]) for x in new]
@@ -245,8 +245,15 @@ class KVCache:
             self._stored[key] = 0, *grown
             stored = grown
         for memory, x in zip(stored, new, strict=True):
-            memory[:, slots] = x
+            if isinstance(slots, Tensor):
+                memory.index_copy_(1, slots, x)
+            else:
+                memory[:, slots] = x
         return stored
+
+    def _stored_or_none(self, key: Any, new: Sequence[Tensor]) -> Any:
+        """Return the first slot and the values that are stored, none if nothing is yet."""
+        return self._stored[key] if key in self._stored else (0, *(x[:, :0] for x in new))
 
 
 def _last(x_BSKD: Tensor, rows: Tensor, n_valid: int, width: int) -> Tensor:

@@ -89,7 +89,8 @@ def draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Gener
     places_B1 = send(drawn_B, ends_BK.device)[:, None] * ends_BK[:, -1:]
     chosen_B1 = torch.searchsorted(ends_BK, places_B1, right=True).clamp(max=ends_BK.shape[1] - 1)
     places_B1 = places_B1 - F.pad(ends_BK, (1, 0)).gather(1, chosen_B1)
-    ends_BE = blocks_BKE.take_along_dim(chosen_B1[..., None], dim=1)[:, 0].double().cumsum(dim=-1)
+    rows_B = torch.arange(len(blocks_BKE), device=blocks_BKE.device)
+    ends_BE = blocks_BKE[rows_B, chosen_B1[:, 0]].double().cumsum(dim=-1)
     # Rounding must not pass the block's last token with a probability.
     places_B1 = places_B1.minimum(ends_BE[:, -1:].nextafter(torch.zeros_like(places_B1)))
     tokens_B1 = chosen_B1 * _BLOCK + torch.searchsorted(ends_BE, places_B1, right=True)

@@ -259,6 +259,13 @@ Products = Callable[..., Tensor]
 def _attend(
     q_BHLD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, scale: float | None, **options: Any
 ) -> Tensor:
+    if q_BHLD.shape[2] == 1 and "attn_mask" in options and on_cpu(q_BHLD):
+        # The only query of each head of a group sees the same keys: as queries of one head, they
+        # read them once.
+        q_BKGD = q_BHLD[:, :, 0].unflatten(1, (k_BKSD.shape[1], -1))
+        mask = options["attn_mask"]
+        out_BKGD = F.scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, mask, scale=scale)
+        return out_BKGD.flatten(1, 2)[:, :, None]
     return F.scaled_dot_product_attention(q_BHLD, k_BKSD, v_BKSD, scale=scale, **options)
 
 
