@@ -118,12 +118,27 @@ NAMED: dict[str, type] = {
         LiteralArguments,
     ),
 }
-UNREAD = (
-    *("LFM2-8B-A1B", "ibm-granite-granite-3.3-2B-Instruct"),
-    *("Kimi-K2-Instruct", "Kimi-K2-Thinking"),
-)
-"""Templates that show tools, but write no calls; llama.cpp's of Kimi change lists, which the sandbox
+UNREAD = ("Kimi-K2-Instruct", "Kimi-K2-Thinking")
+"""Templates that show tools, but write no calls: llama.cpp's of Kimi change lists, which the sandbox
 forbids here and in transformers."""
+
+GRANITE = "ibm-granite-granite-3.3-2B-Instruct"
+UNWRITTEN = {
+    ("LFM2-8B-A1B", '<|tool_call_start|>[find(text="it\'s", count=3), now()]<|tool_call_end|>'),
+    ("LFM2-8B-A1B", "<|tool_call_start|>[find(text='it\\'s', count=3), now()]<|tool_call_end|>"),
+    (
+        GRANITE,
+        '<|tool_call|>[{"name": "find", "arguments": {"text": "it\'s", "count": 3}}, '
+        '{"name": "now", "arguments": {}}]',
+    ),
+    (
+        GRANITE,
+        '<|tool_call|> [{"arguments": {"text": "it\'s", "count": 3}, "name": "find"}, '
+        '{"name": "now", "arguments": {}}]\n',
+    ),
+}
+"""Templates that show tools, but write no calls, and calls as their models write them, according to
+their cards and prompts."""
 
 REJECTED = {
     "CohereForAI-c4ai-command-r-plus-tool_use": set(CALLS),  # schemas of lists and objects
@@ -241,6 +256,29 @@ def test_a_call_can_be_begun_for_the_model(name: str, templates: Path) -> None:
     [call] = [call for piece in pieces for call in piece.calls]
     assert (call.name, json.loads(call.arguments)) == CALLS["quotes"][0]
     assert not any(piece.texts for piece in pieces)
+
+
+@pytest.mark.parametrize(("name", "text"), sorted(UNWRITTEN))
+def test_calls_that_a_template_does_not_write(name: str, text: str, templates: Path) -> None:
+    template, tokenizer = published(name, templates)
+    replies = ReplyFormat(template, tokenizer)
+    assert not replies.unread_calls
+    for size in (len(text), 3):
+        calls, texts = read(replies, tokenizer, "", text, size)
+        assert calls == [("find", {"text": "it's", "count": 3}), ("now", {})]
+        assert not texts.get("content", "").strip()
+    assert read(replies, tokenizer, "", "It is 3.", 3) == ([], {"content": "It is 3."})
+    notation = replies.calls
+    assert notation is not None and notation.before_name is not None
+    begun = f"{notation.before_name}find{notation.after_name}"
+    if name == GRANITE:
+        begun_text = begun + '{"text": "x"}}]'
+    else:
+        begun_text = begun + "text='x')]<|tool_call_end|>"
+    reader = replies.reader("", TOOLS, reads_calls=True, begun=begun)
+    parts = [reader.push(begun_text.removeprefix(begun)), reader.finish()]
+    [call] = [call for part in parts for call in part.calls]
+    assert (call.name, json.loads(call.arguments)) == ("find", {"text": "x"})
 
 
 def test_a_notation_is_read(templates: Path) -> None:

@@ -21,6 +21,7 @@ from torchtitan.components.chat_template.forms import Tags
 from torchtitan.components.chat_template.literals import Literals
 from torchtitan.components.chat_template.stops import QUESTION, Stops, n_common
 from torchtitan.components.chat_template.template import ChatTemplate
+from torchtitan.components.chat_template.unwritten_calls import unwritten_calls
 from torchtitan.tools.errors import UserError
 
 _FIRST, _SECOND = "probe_first", "probe_second"
@@ -37,13 +38,18 @@ Arguments = Mapping[str, str]
 
 
 def find_calls(template: ChatTemplate, stops: Stops, tags: Sequence[Tags]) -> CallNotation | None:
-    """Return the notation of a template's calls; None if it writes no readable calls."""
+    """Return the notation of a template's calls; None if it is unknown."""
     for content, as_text in itertools.product(("", None), (False, True)):
         trial = _Trial(template, stops, tags, content, as_text)
         found = trial.find()
         if found is not None:
             return found
-    return None
+    question = [{"role": "user", "content": QUESTION}]
+    try:
+        prompt = template.render(question, tools=[_tool(_FIRST)], add_generation_prompt=True)
+    except UserError:
+        return None
+    return unwritten_calls(prompt)
 
 
 class _Turn(NamedTuple):

@@ -22,7 +22,8 @@ class ReplyFormat:
     """The parts of a template's replies.
 
     Reasoning and calls are found by trial of the template. Calls stay in the text if the template
-    does not write them, or writes them in a notation that the trial cannot follow.
+    writes them in a notation that the trial cannot follow, or does not write them and
+    `unwritten_calls` has none.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer):
@@ -32,7 +33,7 @@ class ReplyFormat:
 
     @cached_property
     def calls(self) -> CallNotation | None:
-        """Notation of calls; None: the template writes no readable calls."""
+        """Notation of calls; None: unknown."""
         return find_calls(self._template, Stops(self._template, self._tokenizer), self.tags)
 
     @cached_property
