@@ -271,7 +271,8 @@ def test_a_prompt_that_is_a_kept_text_is_computed(make_model, prompt):
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("make_model", [small_model, mixed_model])
 def test_turns_of_split_sequences(make_model, use_cache, monkeypatch):
-    """A pass computes an even number of tokens. Texts are kept if no window is too short."""
+    """A pass computes an even number of tokens, also after texts that exceed a window, whose earlier
+    tokens cannot be computed again."""
     module = import_module("torchtitan.components.generation.engine")
     expected = Engine(make_model(), sampling=SAMPLING, stop_ids=STOP_IDS)
     monkeypatch.setattr(module, "sequence_splits", lambda model: 2)
@@ -279,8 +280,7 @@ def test_turns_of_split_sequences(make_model, use_cache, monkeypatch):
     turns = [each.run([converse(each, n) for n in (1, 2, 3)]) for each in (engine, expected)]
     for one, other in zip(*turns, strict=True):
         check_equal(one, other)
-        if not use_cache or make_model is small_model:
-            assert all((text.n_reused > 0) == use_cache for text in one[1:])
+        assert all((text.n_reused > 0) == use_cache for text in one[1:])
 
 
 def test_two_texts_continue_one():
@@ -574,8 +574,8 @@ def test_sharded_models_generate_the_same_texts(workers, layout):
     workers.run(sharded_texts, layout, alone(mixed_model()))
 
 
-def sharded_conversations(layout: str, expected: list[list[Generation]]) -> None:
-    model = sharded_model(layout, small_model)
+def sharded_conversations(layout: str, make_model: Any, expected: list[list[Generation]]) -> None:
+    model = sharded_model(layout, make_model)
     engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=3, group=dist.group.WORLD)
     # Under FSDP, each rank has conversations of other numbers of turns.
     numbers = range(dist.get_rank(), 8, 3) if layout == "fsdp" else range(8)
@@ -594,11 +594,13 @@ def sharded_conversations(layout: str, expected: list[list[Generation]]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp", "tp"])
-def test_sharded_models_continue_kept_texts(workers, layout):
-    engine = Engine(small_model(), sampling=SAMPLING, stop_ids=STOP_IDS, use_cache=False)
+@pytest.mark.parametrize(
+    ("layout", "make_model"), [("fsdp", small_model), ("tp", small_model), ("tp", mixed_model)]
+)
+def test_sharded_models_continue_kept_texts(workers, layout, make_model):
+    engine = Engine(make_model(), sampling=SAMPLING, stop_ids=STOP_IDS, use_cache=False)
     expected = [engine.run([converse(engine, number)])[0] for number in range(8)]
-    workers.run(sharded_conversations, layout, expected)
+    workers.run(sharded_conversations, layout, make_model, expected)
 
 
 def test_reused_tokens_are_counted():

@@ -399,10 +399,12 @@ class Batch:
 
     def _extend_texts(self, beginnings: dict[Tokens, Tokens]) -> Prompts:
         """Compute prompts from the kept texts that they begin with."""
-        cache, tokens_BL, positions_BL, n_before = self._kept.continued(beginnings)
-        logits_NV = self._cached_logits(cache, tokens_BL, positions_BL, tokens_BL.shape[1])
+        inputs = self._kept.continued(beginnings)
+        logits_NV = self._cached_logits(
+            inputs.cache, inputs.tokens_BL, inputs.positions_BL, inputs.n_kept
+        )
         places = {prompt: index for index, prompt in enumerate(beginnings)}
-        return Prompts(cache, places, logits_NV, n_reused=n_before)
+        return Prompts(inputs.cache, places, logits_NV, n_reused=inputs.n_before)
 
     def _assemble(self, kept: list[int], chosen: Sequence[Row], held: Sequence[Prompts]) -> None:
         """Make a batch of the rows with the numbers `kept` and the chosen rows, whose prompts

@@ -134,8 +134,7 @@ class Engine:
             sampling: settings of this text, without its seed; None: the engine's.
             n_top: number of most probable tokens to return for each token.
             into: an empty generation to fill, which `on_token` may read.
-            is_continued: whether a later prompt begins with this text: its cached tokens are kept
-                (under tensor parallelism only if no layer has a window that the text exceeds).
+            is_continued: whether a later prompt begins with this text: its cached tokens are kept.
                 With windows or recurrent layers, texts with different numbers of new tokens
                 continue in different steps. At most `max_rows` texts are kept, the newest, until
                 they are continued or `run` ends: they may take as much memory as the batch.

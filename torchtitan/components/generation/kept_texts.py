@@ -4,10 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan.components.generation.forward import left_padded
 from torchtitan.components.generation.kv_cache import KVCache
+from torchtitan.components.generation.row import PADDING
 
 Tokens = tuple[int, ...]
 
@@ -19,6 +21,8 @@ class Continued(NamedTuple):
     """A row for each prompt: its kept tokens that the pass does not recompute."""
     tokens_BL: Tensor
     positions_BL: Tensor
+    n_kept: int
+    """Columns of the pass before the padding."""
     n_before: list[int]
     """Tokens of each prompt that are not computed."""
 
@@ -38,10 +42,8 @@ class KeptTexts:
         self._caches: dict[Tokens, KVCache] = {}
 
     def keep(self, tokens: Tokens, cache: KVCache, row: int) -> None:
-        """Keep a text, which a row of a cache ends with, and drop the oldest if there are too many.
-        Tensor parallelism computes multiples of its degree, so that it must be able to go back."""
-        if self._degree > 1 and not cache.can_go_back(len(tokens)):
-            return
+        """Keep a text, which a row of a cache ends with, and drop the oldest if there are too
+        many."""
         self._caches.pop(tokens, None)  # a text that is kept again is the newest
         self._caches[tokens] = cache.row(row, len(tokens))
         if self._most is not None and len(self._caches) > self._most:
@@ -73,21 +75,27 @@ class KeptTexts:
     def continued(self, beginnings: Mapping[Tokens, Tokens]) -> Continued:
         """Return the inputs of a pass that computes prompts, each from the kept text that it begins
         with. All rows have equally many tokens: a row with fewer new ones, which can go back,
-        recomputes its last kept ones."""
+        recomputes its last kept ones. Rows that cannot have equally many, and padding after them
+        if tensor parallelism needs more."""
         prompts = list(beginnings)
         n_new = max(len(prompt) - len(kept) for prompt, kept in beginnings.items())
-        n_new = -(-n_new // self._degree) * self._degree
+        n_columns = -(-n_new // self._degree) * self._degree
+        if all(self._caches[kept].can_go_back(len(kept)) for kept in beginnings.values()):
+            n_new = n_columns
         n_before = [max(len(prompt) - n_new, 0) for prompt in prompts]
         sources = [
             (self._caches[beginnings[prompt]].beginning(n_kept), [0])
             for prompt, n_kept in zip(prompts, n_before, strict=True)
         ]
         n_slots = max(n_before)
-        cache = KVCache(self._model, n_slots + n_new + self._degree)
+        cache = KVCache(self._model, n_slots + n_columns + self._degree)
         cache.assemble(sources, n_slots)
-        tokens_BL, positions_BL = left_padded([prompt[-n_new:] for prompt in prompts], self._degree)
+        tokens_BL, positions_BL = left_padded([prompt[-n_new:] for prompt in prompts], 1)
         positions_BL += torch.tensor(n_before)[:, None]
-        return Continued(cache, tokens_BL, positions_BL, n_before)
+        n_after = n_columns - n_new
+        tokens_BL = F.pad(tokens_BL, (0, n_after), value=PADDING)
+        positions_BL = torch.cat((positions_BL, positions_BL[:, -1:].expand(-1, n_after)), dim=1)
+        return Continued(cache, tokens_BL, positions_BL, n_new, n_before)
 
     def drop(self, texts: Iterable[Tokens]) -> None:
         """Free the memory of texts that have been continued."""
