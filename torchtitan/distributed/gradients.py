@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.tools.sharded import is_dtensor
+from torchtitan.tools.torch_private import multiply_all
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 
@@ -41,8 +42,14 @@ def clip_grad_norm(
         if parameter not in copies:
             gradients.append(parameter.grad)
     total = total_norm(gradients, pipeline)
-    for group in by_mesh(with_gradients).values():
-        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    # This rank's parts, since DTensor's rules for a list take time that grows with its square.
+    parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for gradient in [one.grad for one in with_gradients if one.grad is not None]:
+        part = _local(gradient)
+        parts[part.device, part.dtype].append(part)
+    for (device, _), tensors in parts.items():
+        multiply_all(tensors, scale.to(device))
     return total
 
 
@@ -51,7 +58,7 @@ def divide_gradients(parameters: Iterable[nn.Parameter], divisor: Tensor) -> Non
     """Divide all gradients by a plain scalar tensor, in place."""
     divisor_on = functools.cache(divisor.to)  # a copy per device, not per gradient
     for gradient in [parameter.grad for parameter in parameters if parameter.grad is not None]:
-        local = gradient.to_local() if is_dtensor(gradient) else gradient
+        local = _local(gradient)
         local.div_(divisor_on(local.device, local.dtype))
 
 
@@ -93,6 +100,10 @@ def by_mesh(tensors: Iterable[TensorT]) -> dict[DeviceMesh | None, list[TensorT]
     for tensor in tensors:
         groups[tensor.device_mesh if is_dtensor(tensor) else None].append(tensor)
     return groups
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.base import BaseDataLoader, Batch
 from torchtitan.components.evaluation.validate import Validator
 from torchtitan.components.losses.loss import CrossEntropyLoss
+from torchtitan.components.optim.optimizer import Optimizer
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import CompileConfig
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing
@@ -33,6 +34,8 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.torch_private import FakeTensorMode, fsdp_parameters, gathered_weights
 from torchtitan.trainer import StepResult, Trainer
 from torchtitan.trainer.agreement import Agreement
+
+_PARAMETERS_PER_GROUP = 32
 
 
 class VocabularySize(Tokenizer):
@@ -153,6 +156,19 @@ class FakeTrainer(Trainer):
                 for part in model.parts:
                     part.to_empty(device=self.device)
                     part.train(model.num_trained > 0)
+
+    def build_optimizer(self) -> Optimizer:
+        """Build the optimizer with groups of few parameters, since DTensor's rules for a list of
+        tensors take time that grows with its square."""
+        optimizer = super().build_optimizer()
+        if not self.config.optimizer.early_step_in_backward:  # whose hooks know their groups
+            for one in optimizer.optimizers:
+                one.param_groups = [
+                    {**group, "params": group["params"][first : first + _PARAMETERS_PER_GROUP]}
+                    for group in one.param_groups
+                    for first in range(0, len(group["params"]), _PARAMETERS_PER_GROUP)
+                ]
+        return optimizer
 
     def build_checkpointer(self) -> Any:
         """Return None; nothing is saved."""

@@ -113,7 +113,7 @@ class MemoryTracker(Observer):
 
     def observe(self, operation: Operation) -> None:
         self._note_backward_pass()
-        for tensor in operation.new_tensors():
+        for tensor in operation.new_tensors:
             storage = tensor.untyped_storage()
             if storage_key(storage) not in self._allocations:
                 self._resize(self._allocation(storage), storage.nbytes())

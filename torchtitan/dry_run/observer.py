@@ -1,14 +1,17 @@
 """Observes every operation on this process's own tensors."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchtitan.tools.torch_private import (
     DecompShardingStrategy,
+    FakeTensor,
     OpOverload,
     ShardingPropagator,
     TorchDispatchMode,
@@ -18,7 +21,8 @@ from torchtitan.tools.torch_private import (
 )
 
 
-class Operation(NamedTuple):
+@dataclass(frozen=True)
+class Operation:
     """An operation that was called. Its tensors are plain or fake."""
 
     func: OpOverload
@@ -31,8 +35,9 @@ class Operation(NamedTuple):
         name: str = self.func.overloadpacket.__name__
         return name
 
+    @functools.cached_property
     def new_tensors(self) -> list[Tensor]:
-        """Return the results that are not in the memory of an argument."""
+        """The results that are not in the memory of an argument."""
         old = {
             storage_key(tensor.untyped_storage()) for tensor in tensors_in((self.args, self.kwargs))
         }
@@ -90,6 +95,9 @@ class _Observation(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            # Most calls of a step, by the autograd engine; the tensor itself answers.
+            return FakeTensor.__torch_dispatch__(func, types, args)
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # the wrapper unwraps itself first; this mode then sees its parts
         kwargs = kwargs or {}
@@ -100,8 +108,9 @@ class _Observation(TorchDispatchMode):
             result = func(*args, **kwargs)
         # `prim` operations only query a tensor's properties.
         if not self.looking_away and func.namespace != "prim":
+            operation = Operation(func, args, kwargs, result)
             for observer in self.observers:
-                observer.observe(Operation(func, args, kwargs, result))
+                observer.observe(operation)
         return result
 
     @contextlib.contextmanager

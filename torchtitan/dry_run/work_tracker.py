@@ -130,7 +130,8 @@ def _count_written_bytes(operation: Operation) -> int:
     """Count the bytes that an operation writes; 0 for views and uninitialized memory."""
     if "empty" in operation.name:
         return 0
-    return _count_bytes(written_arguments(*operation[:3]) or operation.new_tensors())
+    written = written_arguments(operation.func, operation.args, operation.kwargs)
+    return _count_bytes(written or operation.new_tensors)
 
 
 def _dtype_of(value: object) -> torch.dtype:

@@ -2,6 +2,7 @@
 first use. The only exceptions are private methods that a subclass overrides."""
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -329,16 +330,29 @@ def offset_in_file(storage: "torch.UntypedStorage") -> int | None:
 def written_arguments(func: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that an operation writes, by its schema; none if it returns only new
     tensors or views."""
-    by_name = (
-        dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-        | kwargs
-    )
-    written = [
-        one.name
-        for one in func._schema.arguments
-        if one.alias_info is not None and one.alias_info.is_write
-    ]
+    names, written = _arguments_of(func)
+    if not written:
+        return []
+    by_name = dict(zip(names, args, strict=False)) | kwargs
     return [by_name.get(name) for name in written]
+
+
+@functools.cache
+def _arguments_of(func: Any) -> tuple[list[str], list[str]]:
+    """Return the names of an operation's arguments, and of those that it writes."""
+    arguments = func._schema.arguments
+    written = [
+        one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write
+    ]
+    return [one.name for one in arguments], written
+
+
+def multiply_all(tensors: "list[torch.Tensor]", factor: "torch.Tensor") -> None:
+    """Multiply plain tensors of one device and type in place by a scalar tensor, in few kernels; no
+    public function multiplies many tensors that are not the gradients of parameters."""
+    import torch
+
+    torch._foreach_mul_(tensors, factor)
 
 
 def is_process_group(value: object) -> bool:

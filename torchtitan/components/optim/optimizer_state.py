@@ -88,9 +88,11 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
     for parameter in gradients:
         parameter.grad = torch.zeros_like(parameter)
     settings = {"lr": 0.0, "weight_decay": 0.0}
+    # One by one: DTensor's rules for a list of tensors take time that grows with its square.
     optimizer.param_groups = [
-        {**group, **settings, "params": parameters}
+        {**group, **settings, "params": [parameter]}
         for group, parameters in zip(groups, missing, strict=True)
+        for parameter in parameters
     ]
     optimizer.step()
     optimizer.param_groups = groups
