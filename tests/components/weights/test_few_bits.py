@@ -181,15 +181,17 @@ def test_integers_with_gaps(bits: int, tmp_path: Path) -> None:
     assert_reads(folder, "a.weight", product(integers - half, zeros - half, scales, groups))
 
 
-@pytest.mark.parametrize("form", ["nvfp4-pack-quantized", "mxfp4-pack-quantized"])
-def test_compressed_fp4(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "form", ["nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"]
+)
+def test_compressed_floats(form: str, tmp_path: Path) -> None:
     library = pytest.importorskip("compressed_tensors", reason="needs compressed-tensors")
     compressors = pytest.importorskip("compressed_tensors.compressors")
     torch.manual_seed(1)
     is_nvfp4 = form.startswith("nvfp4")
     group_size = 16 if is_nvfp4 else 32
     args = library.quantization.QuantizationArgs(
-        num_bits=4,
+        num_bits=8 if form == "mxfp8-quantized" else 4,
         type="float",
         strategy="tensor_group" if is_nvfp4 else "group",
         group_size=group_size,
@@ -214,6 +216,22 @@ def test_compressed_fp4(form: str, tmp_path: Path) -> None:
     )
     assert len(expected.unique()) > 20
     assert_reads(folder, "a.weight", expected)
+
+
+def test_dense_weights_are_read_as_they_are(tmp_path: Path) -> None:
+    """As of pruned models; with scales, the library computes with rounded weights."""
+    pruned = {"format": "dense", "sparsity_structure": "2:4"}
+    tensors = {"a.weight": torch.randn(OUTPUTS, INPUTS)}
+    own = {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": pruned}
+    source = open_source(save(tmp_path, tensors, own))
+    assert list(source.specs) == ["a.weight"]
+    assert torch.equal(source.read("a.weight"), tensors["a.weight"])
+    save(tmp_path, {**tensors, "a.weight_scale": torch.ones(OUTPUTS, 1)}, own)
+    with pytest.raises(UserError, match=r"have scales \(a.weight_scale\), by which"):
+        open_source(tmp_path)
+    save(tmp_path, tensors, {**own, "sparsity_config": {"format": "sparse-24-bitmask"}})
+    with pytest.raises(UserError, match="'sparse-24-bitmask', which stores only"):
+        open_source(tmp_path)
 
 
 def test_nvfp4_of_modelopt_is_described_in_a_file_of_its_own(tmp_path: Path) -> None:

@@ -57,11 +57,12 @@ _FORMATS = (
     "int-quantized",
     "mixed-precision",
     "mxfp4-pack-quantized",
+    "mxfp8-quantized",
     "naive-quantized",
     "nvfp4-pack-quantized",
     "pack-quantized",
 )
-"""Formats of compressed-tensors."""
+"""Formats of compressed-tensors with fewer bits."""
 
 _MLX = "mlx"
 """Method of folders with the key `quantization`, which mlx-lm writes, alone or with the same
@@ -82,6 +83,14 @@ def check_quantization(folder: Path) -> None:
         raise UserError(
             "config.json: quantization_config has a transform_config, so the stored weights are "
             "rotated, and cannot be loaded; use the model before quantization"
+        )
+    sparsity = section.get("sparsity_config")
+    pruned = sparsity.get("format") if isinstance(sparsity, dict) else None
+    if pruned not in (None, "dense"):
+        raise UserError(
+            f"config.json: quantization_config has a sparsity_config of the format '{pruned}', "
+            "which stores only the weights that are not zero, and cannot be loaded; use the model "
+            "before compression"
         )
     if not method or method in _METHODS:
         return
@@ -269,7 +278,15 @@ def _compressed_tensors(source: TensorSource, section: Section) -> Mapping[str, 
     parts = [group.get("weights") for group in groups if isinstance(group, dict)]
     schemes = [part for part in parts if isinstance(part, dict)]
     blocks = [scheme["block_structure"] for scheme in schemes if scheme.get("block_structure")]
+    groups_in_fp8 = [
+        scheme["group_size"]
+        for scheme in schemes
+        if scheme.get("strategy") == "group"
+        and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+    ]
     block = _block(blocks[0], "block_structure") if blocks else (1, 1)
+    if groups_in_fp8:
+        block = _block([1, groups_in_fp8[0]], "group_size")
     weights = dict(scaled_weights(source.specs, block))
     integers = [scheme for scheme in schemes if scheme.get("type", "int") == "int"]
     for name, spec in source.specs.items():
@@ -279,6 +296,19 @@ def _compressed_tensors(source: TensorSource, section: Section) -> Mapping[str, 
         elif kind == "weight_packed" or kind == "weight" and spec.dtype == torch.int8:
             weights[f"{layer}.weight"] = compressed_integer(source, layer, integers)
     return weights
+
+
+def _dense(source: TensorSource, section: Section) -> Mapping[str, QuantizedWeight]:
+    """Weights are stored as they are, such as those of a pruned model. With scales, the library
+    rounds them in each forward pass."""
+    scale = next((name for name in source.specs if name.endswith(".weight_scale")), None)
+    if scale is not None:
+        raise UserError(
+            f"config.json: quantization_config has the format dense, but the weights have scales "
+            f"({scale}), by which compressed-tensors rounds them in each forward pass; use the "
+            "model before quantization"
+        )
+    return {}
 
 
 def _block(value: Any, key: str) -> tuple[int, int]:
@@ -299,6 +329,7 @@ _METHODS: Mapping[str, Finder] = {
     "gptq": _gptq,
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
+    "compressed-tensors (dense)": _dense,
     **{f"compressed-tensors ({name})": _compressed_tensors for name in _FORMATS},
     **{f"modelopt ({name})": _modelopt for name in _ALGORITHMS},
 }
