@@ -356,6 +356,11 @@ def folder_with(folder: Path, **document: object) -> Path:
             {"model_type": "aya_vision", "hidden_size": 128, "eos_token_id": 7},
             "AyaVisionConfig reads hidden_size 128 from a section .* none of",
         ),
+        # The section of the images does not give the sizes of the language model.
+        (
+            {"model_type": "kimi_k25", "hidden_size": 128, "vision_config": {"patch_size": 7}},
+            "reads hidden_size 128 from a section .* none of text_config",
+        ),
         (
             {
                 "model_type": "step3p7",

@@ -114,7 +114,10 @@ def _global_value(config: PretrainedConfig, name: str, default: Any) -> Any:
 def _check_sections(document: Mapping[str, object], config: PretrainedConfig) -> None:
     """Refuse sizes outside the section that a class reads: the class would take its defaults."""
     text = config.get_text_config(decoder=True)
-    if text is config or any(name in document for name in config.sub_configs):
+    # The section may also be inside another one.
+    sections = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    sections = sections or list(config.sub_configs)
+    if text is config or any(name in document for name in sections):
         return
     own = {one.name for one in dataclasses.fields(config)}
     sizes = {
@@ -129,7 +132,7 @@ def _check_sections(document: Mapping[str, object], config: PretrainedConfig) ->
         raise UserError(
             f"config.json: {type(config).__name__} reads "
             f"{', '.join(f'{key} {value}' for key, value in ignored.items())} from a section "
-            f"(such as text_config), but the file has none of {', '.join(config.sub_configs)}"
+            f"(such as text_config), but the file has none of {', '.join(sections)}"
         )
 
 
