@@ -327,12 +327,15 @@ def test_published_file_is_read_without_warning(
     [
         (minimax_m2, "229B-A10B", 228.7),
         (deepseek_v3, "GLM-4.7-Flash-30B", 29.9),
+        (deepseek_v3, "GLM-5-744B", 744),
+        (deepseek_v3, "V3.2-671B", 671.9),
         (seed_oss, "36B", 36.15),
         (exaone, "4.0-1.2B", 1.28),
         (exaone, "4.0-32B", 32.0),
         (exaone, "K-236B-A23B", 236.5),
         (ernie4_5, "0.3B", 0.361),
         (ernie4_5, "21B-A3B", 21.8),
+        (ernie4_5, "300B-A47B", 300),
         (hunyuan, "7B", 7.5),
         (hunyuan, "80B-A13B", 80.4),
         # the language models

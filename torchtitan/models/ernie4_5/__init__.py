@@ -18,7 +18,7 @@ _SMALL_EXPERTS = MoEConfig(
 )
 _300B: Any = {
     **{"num_key_value_heads": 8, "moe_intermediate_size": 3584, "moe_k": 8},
-    **{"moe_layer_start_index": 3, "moe_num_shared_experts": 0},
+    **{"moe_layer_start_index": 3, "moe_num_shared_experts": 0, "tie_word_embeddings": False},
 }
 
 FLAVORS = {
