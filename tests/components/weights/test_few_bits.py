@@ -234,6 +234,40 @@ def test_dense_weights_are_read_as_they_are(tmp_path: Path) -> None:
         open_source(tmp_path)
 
 
+def test_weights_that_are_rotated_offline_are_read_as_they_are(tmp_path: Path) -> None:
+    """The library stores them rotated, and needs nothing else to compute the same. A rotation of
+    activations is refused."""
+    transform = pytest.importorskip("compressed_tensors.transform", reason="needs the library")
+    torch.manual_seed(1)
+    layers = torch.nn.Sequential(
+        *(torch.nn.Linear(64, 64, bias=False, dtype=torch.float64) for _ in "ab")
+    )
+    x = torch.randn(5, 64, dtype=torch.float64)
+    expected, before = layers(x), layers[0].weight.clone()
+    apply = [
+        {"targets": ["0"], "location": "weight_output"},
+        {"targets": ["1"], "location": "weight_input", "inverse": True},
+    ]
+    scheme = {"type": "hadamard", "apply": apply, "precision": "float64"}
+    config = transform.TransformConfig(config_groups={"R1": scheme})
+    transform.apply_transform_config(layers, config)
+    own = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "transform_config": config.model_dump(mode="json"),
+    }
+    folder = save(tmp_path, {k: v.detach() for k, v in layers.state_dict().items()}, own)
+    source = open_source(folder)
+    assert sorted(source.specs) == ["0.weight", "1.weight"]
+    assert not torch.allclose(source.read("0.weight"), before)
+    found = x @ source.read("0.weight").T @ source.read("1.weight").T
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    own["transform_config"]["config_groups"]["R1"]["apply"][1]["location"] = "input"
+    save(tmp_path, {}, own)
+    with pytest.raises(UserError, match="transform_config that also rotates activations"):
+        open_source(tmp_path)
+
+
 def test_nvfp4_of_modelopt_is_described_in_a_file_of_its_own(tmp_path: Path) -> None:
     torch.manual_seed(1)
     packed = torch.randint(0, 256, (OUTPUTS, INPUTS // 2), dtype=torch.uint8)
@@ -394,7 +428,7 @@ REFUSED = {
     "rotated": (
         packed_tensors(9),
         {**schemes(**SCHEME), "transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
-        "has a transform_config, so the stored weights are rotated",
+        "has a transform_config that also rotates activations",
     ),
     "no scale": (
         {"a.weight_packed": torch.zeros(64, 9, dtype=torch.int32)},

@@ -79,10 +79,11 @@ Finder = Callable[[TensorSource, Section], Mapping[str, QuantizedWeight]]
 def check_quantization(folder: Path) -> None:
     """Raise `UserError` if the files in `folder` name an unsupported method of quantization."""
     method, section = read_method(folder)
-    if section.get("transform_config"):
+    if section.get("transform_config") and not _is_rotated_offline(section["transform_config"]):
         raise UserError(
-            "config.json: quantization_config has a transform_config, so the stored weights are "
-            "rotated, and cannot be loaded; use the model before quantization"
+            "config.json: quantization_config has a transform_config that also rotates "
+            "activations, so the stored weights are rotated, and cannot be loaded; use the model "
+            "before quantization"
         )
     sparsity = section.get("sparsity_config")
     pruned = sparsity.get("format") if isinstance(sparsity, dict) else None
@@ -112,6 +113,18 @@ def check_quantization(folder: Path) -> None:
         f"config.json: quantization_config has '{method}', and only weights of "
         f"{', '.join(known)} can be loaded; use the model before quantization"
     )
+
+
+def _is_rotated_offline(config: object) -> bool:
+    """Return whether a transform_config rotates weights alone. Those are stored rotated, and one
+    rotation undoes the other, so that the model computes the same without any."""
+    schemes = config.get("config_groups") if isinstance(config, dict) else None
+    applied: list[Any] = []
+    for scheme in schemes.values() if isinstance(schemes, dict) else ():
+        parts = scheme.get("apply") if isinstance(scheme, dict) else None
+        applied += parts if isinstance(parts, list) and not scheme.get("requires_grad") else [None]
+    locations = [part.get("location") if isinstance(part, dict) else None for part in applied]
+    return bool(locations) and set(locations) <= {"weight_input", "weight_output"}
 
 
 def dequantized(source: TensorSource, folder: Path) -> TensorSource:
