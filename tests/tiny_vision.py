@@ -18,6 +18,7 @@ from tests.vision_types import HIDDEN, TYPES, VOCABULARY, VisionType
 from tests.vision_types_b_to_g import B_TO_G
 from tests.vision_types_i_to_m import I_TO_M_IN_ROWS, I_TO_M_TYPES
 from tests.vision_types_m_to_v import ROWS_M_TO_V, TYPES_M_TO_V
+from tests.vision_types_of_timm import TYPES_OF_JOINED_TILES, TYPES_OF_TIMM, TYPES_OF_TORCHVISION
 from torchtitan.components.images.opening import pixtral_class
 
 Conversation = list[dict[str, Any]]
@@ -53,6 +54,7 @@ _TEMPLATE = """\
 """
 
 _TYPES = TYPES | MORE_TYPES | B_TO_G | I_TO_M_TYPES | TYPES_M_TO_V
+_TYPES |= TYPES_OF_TORCHVISION | TYPES_OF_TIMM
 
 VISION_TYPES: tuple[str, ...] = tuple(TYPES)
 
@@ -267,16 +269,21 @@ def reference_inputs(
     call = reference_processor(model_type, folder)
     nested = [list(sample) for sample in images]
     flat: list[Any] = sum(nested, [])
+    joins = model_type in TYPES_OF_JOINED_TILES
     inputs = dict(
         call(
             text=[text_of(folder, messages, **template) for messages in conversations],
             images=(flat if _TYPES[model_type].is_flat else nested) if flat else None,
             padding=True,
             padding_side="right",
-            return_tensors="pt",
+            return_tensors=None if joins else "pt",
             **_TYPES[model_type].options,
         )
     )
+    if joins:
+        inputs = {name: torch.tensor(inputs[name]) for name in ("input_ids", "attention_mask")}
+        tiles = [call.image_processor(image, return_tensors="pt")["pixel_values"] for image in flat]
+        inputs["pixel_values"] = torch.cat(tiles, dim=1)
     of_text = [name for name in inputs if name.endswith(("ids", "attention_mask"))]
     n_before = _TYPES[model_type].n_before
     return inputs | {name: inputs[name][:, n_before:] for name in of_text if n_before}

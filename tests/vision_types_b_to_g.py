@@ -255,14 +255,10 @@ B_TO_G: dict[str, VisionType] = {
 B_TO_G_REFUSED = (
     "blip",
     "blip-2",
-    "cohere2_vision",
     "diffusion_gemma",
     "evolla",
-    "fast_vlm",
     "florence2",
     "fuyu",
-    "gemma3n",
-    "gemma4_unified",
     "git",
 )
 """Types that are refused by name (tests/models/test_refused_images.py)."""

@@ -198,7 +198,6 @@ OF_TORCHVISION = ("muse_glimmer", "muse_spark", "nemotron_h_omni", "step3p7", "u
 
 REFUSED_M_TO_V = (
     "paligemma",
-    "perception_lm",
     "pi0",
     "pix2struct",
     "pp_chart2table",

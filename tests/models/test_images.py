@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
+from safetensors.torch import load_file
 
 from tests.processes import run_processes
 from tests.tiny_vision import (
@@ -30,6 +31,7 @@ from tests.tiny_vision import (
 )
 from tests.training import ABSENT, killed_in, read_metrics, read_validation, train
 from tests.vision_types_m_to_v import OF_TORCHVISION
+from tests.vision_types_of_timm import TYPES_OF_TIMM, TYPES_OF_TORCHVISION
 from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
@@ -42,9 +44,13 @@ NOT_EQUAL = {
         strict=True,
     )
 }
+NEEDS_TORCHVISION = pytest.mark.skipif(
+    not find_spec("torchvision"), reason="its processor needs torchvision"
+)
+NEEDS_TIMM = pytest.mark.skipif(not find_spec("timm"), reason="its vision tower needs timm")
 ABSENT_PACKAGES = {
-    name: pytest.mark.skipif(not find_spec("torchvision"), reason="its processor needs torchvision")
-    for name in OF_TORCHVISION
+    **dict.fromkeys((*OF_TORCHVISION, *TYPES_OF_TORCHVISION), NEEDS_TORCHVISION),
+    **dict.fromkeys(TYPES_OF_TIMM, NEEDS_TIMM),
 }
 MARKS = (NOT_EQUAL, ABSENT_PACKAGES)
 SLOW = [
@@ -119,7 +125,9 @@ def reference(
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
     for name, module in AutoModelForImageTextToText.from_config(model.config).named_modules():
-        model.get_submodule(name).train(module.training)  # tokenizers of images are frozen
+        keeps_statistics = isinstance(module, torch.nn.BatchNorm2d)  # of FastVLM's tower
+        # tokenizers of images are frozen
+        model.get_submodule(name).train(module.training and not keeps_statistics)
     inputs = reference_inputs(model_type, folder, conversations, images)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     labels = torch.full_like(inputs["input_ids"], -100)
@@ -215,6 +223,17 @@ def test_loss_and_gradients_equal_those_of_the_class(
         check_that_documents_see_themselves_only(model, next(trainer.dataloader))
 
 
+@NEEDS_TIMM
+def test_statistics_of_batches_are_kept(folders: Any, data: Any, tmp_path: Path) -> None:
+    """FastVLM's tower has batch normalization, whose averages a step would change."""
+    folder = folders("fast_vlm")
+    stored = load_file(folder / "model.safetensors")
+    [model] = train(tmp_path, **options(folder, data[0])).model_parts
+    found = {name: value for name, value in model.named_buffers() if "running" in name}
+    assert len(found) == 10
+    assert all(torch.equal(value, stored[name[6:]]) for name, value in found.items())
+
+
 def test_accumulated_loss_is_the_same(folders: Any, data: Any, tmp_path: Path) -> None:
     """One of the micro-batches has no images."""
     folder = folders("qwen3_vl")
@@ -252,7 +271,13 @@ def test_a_batch_without_images_reads_a_blank_one(
     assert grad_norm == pytest.approx(norm(gradients.values()), rel=1e-5)
 
 
-@pytest.mark.parametrize("model_type", ALL_VISION_TYPES)
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=[NEEDS_TIMM] if name in TYPES_OF_TIMM else [])
+        for name in ALL_VISION_TYPES
+    ],
+)
 def test_parts_of_a_model(model_type: str) -> None:
     from torchtitan.models.transformers.images import parts_of
 

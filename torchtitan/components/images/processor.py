@@ -57,6 +57,10 @@ _OF_TEXT = frozenset(
 _OF_BOTH = frozenset({"cross_attention_mask"})
 """Results that depend on text and images; the call of the class makes them of token ids."""
 
+_JOINED = frozenset({"PerceptionLMProcessor"})
+"""Processors that do not stack images with different numbers of tiles. Their classes join the tiles
+of all images, and so get those of a batch as if they were of one image."""
+
 _TRIAL_SIZES: tuple[Size, Size] = ((96, 64), (60, 120))
 _CACHED_SAMPLES = 128
 _QUICK = {"resample": 0, "do_rescale": False, "do_normalize": False}
@@ -141,6 +145,7 @@ class ImageProcessor:
         before, after = around if all(isinstance(each, str) for each in around) else ("", "")
         self._written = f"{before}{self.token}{after}"
         self._is_flat = False
+        self._tensors = None if self._name in _JOINED else "pt"
         self._rewrites = False  # it returns no texts in the place of images
         self._begin = ""
         self._image_ids = [i for i in processor.image_token_ids if i is not None]
@@ -232,7 +237,7 @@ class ImageProcessor:
             return self._processor(
                 images=flat if self._is_flat else nested,
                 text=list(texts or (self._written * len(sample) for sample in nested)),
-                images_kwargs={"return_tensors": "pt", **options},
+                images_kwargs={"return_tensors": self._tensors, **options},
                 text_kwargs={
                     "return_tensors": None,
                     # ERNIE's class makes one array of the types of all samples' tokens
@@ -282,6 +287,8 @@ class ImageProcessor:
         return marked
 
     def _tensor(self, name: str, value: Any) -> Tensor:
+        if self._name in _JOINED:
+            value = torch.cat(list(value))[None]
         try:
             tensor = torch.as_tensor(np.asarray(value) if isinstance(value, list) else value)
         except (TypeError, ValueError) as error:
@@ -336,7 +343,7 @@ class ImageProcessor:
                 f"{self._name} divides a text into a prompt and an answer, which conversations "
                 "with several turns do not have"
             )
-        known = self._processor.image_processor(images, return_tensors="pt")
+        known = self._processor.image_processor(images, return_tensors=self._tensors)
         if unknown := [name for name in self._names(outputs) if name not in known]:
             raise UserError(f"{self._name} also returns {', '.join(unknown)}, for text and images")
         tensors = self.inputs([images])

@@ -67,6 +67,9 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
 class TransformersModel(BaseModel):
     """A class of transformers, in `model`, without its output weights, which are in `head`: the
     loss reads them."""
@@ -128,8 +131,13 @@ class TransformersModel(BaseModel):
             self.packing = choose_packing(described)
             implementation = self.packing.implementation
         self.model = build_class(described, implementation)
-        # The class's own choice, for a tokenizer of images that is never trained
-        self._frozen = [module for module in self.model.modules() if not module.training]
+        # The class's own choice, for a tokenizer of images that is never trained; and statistics of
+        # batches, which would depend on packing, ranks and recomputed layers
+        self._frozen = [
+            module
+            for module in self.model.modules()
+            if not module.training or isinstance(module, _BATCH_NORMS)
+        ]
         _share_modules(self.model)
         add_initializers(self.model)
         train_parts(self.model, config.train)
@@ -207,7 +215,8 @@ class TransformersModel(BaseModel):
         return cast(nn.Module, self.model.get_input_embeddings())
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of all modules but those that the class builds in evaluation mode."""
+        """Set the mode of all modules but those that the class builds in evaluation mode, and batch
+        normalization, which keeps its statistics."""
         super().train(mode)
         for module in self._frozen:
             module.eval()
