@@ -231,6 +231,25 @@ def text_of(folder: Path, messages: Conversation, **options: Any) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
+def set_training(model: Any) -> None:
+    """Set the mode of a class for training, but not of modules that the class builds in evaluation
+    mode, such as tokenizers of images, and of batch normalization, whose statistics are kept."""
+    from transformers import AutoModelForImageTextToText
+
+    model.train()
+    for name, module in AutoModelForImageTextToText.from_config(model.config).named_modules():
+        keeps_statistics = isinstance(module, torch.nn.BatchNorm2d)  # of FastVLM's tower
+        model.get_submodule(name).train(module.training and not keeps_statistics)
+
+
+def in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return inputs of a class in float32: Llama 4's processor rounds pixels to bfloat16."""
+    return {
+        name: value.float() if value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+
+
 @functools.lru_cache
 def reference_processor(model_type: str, folder: Path) -> Any:
     """Return transformers' processor of a folder, without its part for videos."""
@@ -284,6 +303,6 @@ def reference_inputs(
         inputs = {name: torch.tensor(inputs[name]) for name in ("input_ids", "attention_mask")}
         tiles = [call.image_processor(image, return_tensors="pt")["pixel_values"] for image in flat]
         inputs["pixel_values"] = torch.cat(tiles, dim=1)
-    of_text = [name for name in inputs if name.endswith(("ids", "attention_mask"))]
+    of_text = [name for name in inputs if name.endswith(("_ids", "attention_mask"))]
     n_before = _TYPES[model_type].n_before
     return inputs | {name: inputs[name][:, n_before:] for name in of_text if n_before}

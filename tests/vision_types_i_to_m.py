@@ -205,6 +205,7 @@ WITH_TORCHVISION: dict[str, VisionType] = {
             "audio_bos_token": "<|content_audio_input|>",
         },
         placeholder="<|content_image|><image>",
+        parts=("language", "vision"),
         ids={
             "image_token_id": "<image>",
             "audio_token_id": "<audio>",

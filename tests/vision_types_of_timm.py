@@ -55,6 +55,46 @@ TYPES_OF_TORCHVISION: dict[str, VisionType] = {
         parts=("language", "projector"),
         projector=r"model\.embed_vision\.",
     ),
+    "molmo2": VisionType(
+        processor="Molmo2Processor",
+        image_processor="Molmo2ImageProcessor",
+        tokens={
+            token: token
+            for token in ("<im_patch>", "<im_col>", "<im_start>", "<low_res_im_start>", "<im_end>")
+            + ("<frame_start>", "<frame_end>", "<im_low>")
+        }
+        | {"image_token": "<|image|>", "video_token": "<|video|>"},
+        placeholder="<|image|>",
+        ids={
+            "image_patch_id": "<im_patch>",
+            "image_start_token_id": "<im_start>",
+            "low_res_image_start_token_id": "<low_res_im_start>",
+            "image_end_token_id": "<im_end>",
+            "frame_start_token_id": "<frame_start>",
+            "frame_end_token_id": "<frame_end>",
+        },
+        text={"additional_vocab_size": 8},
+        vision=VISION
+        | {"patch_size": 4, "image_size": [32, 32], "num_key_value_heads": 4, "head_dim": 8},
+        config={
+            "adapter_config": {
+                "vision_feature_layer": [-1, -2],
+                "hidden_size": HIDDEN,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "head_dim": 8,
+                "intermediate_size": 48,
+                "text_hidden_size": HIDDEN,
+            }
+        },
+        pixels={
+            "size": {"height": 32, "width": 32},
+            "patch_size": 4,
+            "overlap_margins": [1, 1],
+            "max_crops": 3,
+        },
+        n_before=1,
+    ),
 }
 """Types whose image processor has no back end but torchvision."""
 

@@ -22,9 +22,11 @@ from tests.tiny_vision import (
     ALL_VISION_TYPES,
     IN_ROWS,
     VISION_TYPES,
+    in_float32,
     in_projector,
     parts_in,
     reference_inputs,
+    set_training,
     text_of,
     vision_folder,
     vision_model,
@@ -56,20 +58,22 @@ MARKS = (NOT_EQUAL, ABSENT_PACKAGES)
 SLOW = [
     pytest.param(name, marks=[pytest.mark.slow, *(m[name] for m in MARKS if name in m)])
     for name in ALL_VISION_TYPES
-    if name not in FAST
+    if name not in (*FAST, "paligemma")  # tests/models/test_prefix_images.py
 ]
 
 SIZES = [[(40, 56)], [(64, 48), (30, 70)], [], [(20, 90), (90, 20)]]
 """Sizes of the images of each row."""
 
 
-def write_rows(folder: Path) -> tuple[Path, list[Any], list[list[Image.Image]]]:
-    """Write images and a file of conversations with them; return the file, the conversations as
-    transformers wants them, and the images."""
+def write_rows(
+    folder: Path, all_sizes: list[list[tuple[int, int]]] = SIZES
+) -> tuple[Path, list[Any], list[list[Image.Image]]]:
+    """Write images of these sizes and a file of conversations with them; return the file, the
+    conversations as transformers wants them, and the images."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(0)
     rows, conversations, images = [], [], []
-    for number, sizes in enumerate(SIZES):
+    for number, sizes in enumerate(all_sizes):
         names, opened = [], []
         for index, (width, height) in enumerate(sizes):
             values = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -123,11 +127,8 @@ def reference(
     """Return the mean loss of the answers, and its gradients, by the class alone."""
     from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
-    for name, module in AutoModelForImageTextToText.from_config(model.config).named_modules():
-        keeps_statistics = isinstance(module, torch.nn.BatchNorm2d)  # of FastVLM's tower
-        # tokenizers of images are frozen
-        model.get_submodule(name).train(module.training and not keeps_statistics)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    set_training(model)
     inputs = reference_inputs(model_type, folder, conversations, images)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     labels = torch.full_like(inputs["input_ids"], -100)
@@ -138,8 +139,7 @@ def reference(
         n_tokens = int(inputs["attention_mask"][row].sum())
         end = n_tokens - len(tokenizer("\n")["input_ids"])
         labels[row, end - n_answer : end] = inputs["input_ids"][row, end - n_answer : end]
-    for name, value in inputs.items():  # Llama 4's processor rounds pixels to bfloat16
-        inputs[name] = value.float() if value.is_floating_point() else value
+    inputs = in_float32(inputs)
     with torch.set_grad_enabled(with_gradients):
         loss = model(**inputs, labels=labels).loss
     if with_gradients:
@@ -210,8 +210,6 @@ def test_loss_and_gradients_equal_those_of_the_class(
     assert abs(other / loss - 1) > 1e-4
     for name, packing in (("rows", {}), ("packed", PACKED)):
         chosen = options(folder, rows) | packing
-        if model_type == "inkling_mm_model":
-            chosen["model__train"] = ["language", "vision"]  # it has no projector
         trainer = train(tmp_path / name, **chosen)
         [(_, ours, grad_norm)] = read_metrics(tmp_path / name, "loss", "grad_norm")
         assert ours == pytest.approx(loss, rel=1e-5)
@@ -232,6 +230,21 @@ def test_statistics_of_batches_are_kept(folders: Any, data: Any, tmp_path: Path)
     found = {name: value for name, value in model.named_buffers() if "running" in name}
     assert len(found) == 10
     assert all(torch.equal(value, stored[name[6:]]) for name, value in found.items())
+
+
+@pytest.mark.slow
+def test_parts_of_large_images(folders: Any, tmp_path: Path) -> None:
+    """DeepSeek-OCR 2 reads parts of images that are larger than its tiles, besides the whole."""
+    folder = folders("deepseek_ocr2")
+    rows, conversations, images = write_rows(tmp_path, [[(200, 90)], [(64, 48), (90, 300)]])
+    inputs = reference_inputs("deepseek_ocr2", folder, conversations, images)
+    assert inputs["num_local_patches"].tolist() == [2, 0, 3]
+    loss, gradients = reference("deepseek_ocr2", folder, conversations, images)
+    for name, packing in (("rows", {"training__local_batch_size": 2}), ("packed", PACKED)):
+        train(tmp_path / name, **options(folder, rows) | packing)
+        [(_, ours, grad_norm)] = read_metrics(tmp_path / name, "loss", "grad_norm")
+        assert ours == pytest.approx(loss, rel=1e-5)
+        assert grad_norm == pytest.approx(norm(gradients.values()), rel=1e-5)
 
 
 def test_accumulated_loss_is_the_same(folders: Any, data: Any, tmp_path: Path) -> None:
