@@ -8,6 +8,7 @@ from tests.vision_types import (
     LINEAR,
     QWEN_PIXELS,
     QWEN_VISION,
+    SQUARE,
     VISION,
     VisionType,
     mrope,
@@ -141,6 +142,32 @@ TYPES_M_TO_V: dict[str, VisionType] = {
         pixels={"patch_size": 4, "min_num_patches": 16, "max_num_patches": 64},
         projector=r"multi_modal_projector\.",
     ),
+    "paligemma": VisionType(
+        processor="PaliGemmaProcessor",
+        image_processor="SiglipImageProcessor",
+        tokens={"image_token": "<image>", "bos_token": "<bos>"},
+        placeholder="<image>",
+        ids={"image_token_index": "<image>"},
+        config={"projection_dim": HIDDEN},
+        pixels=SQUARE | {"image_seq_length": 16},
+    ),
+    "pp_chart2table": VisionType(
+        processor="PPChart2TableProcessor",
+        image_processor="PPChart2TableImageProcessor",
+        tokens={"image_token": "<imgpad>", "start": "<img>", "end": "</img>"},
+        placeholder=f"<img>{'<imgpad>' * 4}</img>",
+        ids={"image_token_index": "<imgpad>"},
+        vision=VISION
+        | {
+            "patch_size": 4,
+            "output_channels": 32,
+            "mlp_dim": 48,
+            "global_attn_indexes": [],
+        },
+        config={"image_seq_length": 4},
+        pixels=SQUARE,
+        is_flat=True,
+    ),
     "step3p7": VisionType(
         processor="Step3p7Processor",
         image_processor="Step3p7ImageProcessor",
@@ -197,10 +224,8 @@ OF_TORCHVISION = ("muse_glimmer", "muse_spark", "nemotron_h_omni", "step3p7", "u
 """Types whose image processor has no back end but torchvision."""
 
 REFUSED_M_TO_V = (
-    "paligemma",
     "pi0",
     "pix2struct",
-    "pp_chart2table",
     "pp_formulanet",
     "shieldgemma2",
     "t5gemma2",

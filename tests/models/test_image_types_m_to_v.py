@@ -67,16 +67,6 @@ def test_classes_that_are_no_decoders_are_refused(
     ("processor", "image_processor", "message"),
     [
         (
-            "PPChart2TableProcessor",
-            "PPChart2TableImageProcessor",
-            "PPChart2TableProcessor has no token that stands for an image in a text",
-        ),
-        (
-            "PaliGemmaProcessor",
-            "SiglipImageProcessor",
-            "PaliGemmaProcessor puts one image before each text itself",
-        ),
-        (
             "ShieldGemma2Processor",
             "Gemma3ImageProcessor",
             "ShieldGemma2Processor asks questions of its own about each image",

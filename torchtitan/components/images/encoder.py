@@ -63,13 +63,19 @@ class ImageEncoder(ConversationEncoder):
 
     def _try_encode_text(self, sample: Text) -> list[EncodedRow] | BrokenSample:
         """Return a text with a placeholder for each image, as a document of pre-training."""
-        text = sample.text.replace(IMAGE_PLACE, self._processor.token)
+        written = self._processor.token * self._processor.n_written
+        text = sample.text.replace(IMAGE_PLACE, written)
         [found] = self._tokenizer.tokenize([text], allow_special=True)
         if not (self._tokenizer.special_ids - {self._processor.token_id}).isdisjoint(found):
             return BrokenSample(
                 "its text has special tokens, which a text with images cannot have; remove them"
             )
         before, after = document_wrapping(self._tokenizer)
+        if form := self._processor.prefix_form:
+            n_images = len(sample.images)
+            before = [*found[:n_images], *form.before_caption]
+            found = found[n_images:]
+            after = [form.eos_id]
         ids = np.array([*before, *found, *after], dtype=np.int64)
         trained = np.ones(len(ids), dtype=bool)
         trained[: len(before)] = False
@@ -112,7 +118,7 @@ class ImageTokens:
             BrokenSample: if the chat template wrote other placeholders, the text around an image
                 cannot be tokenized again, or the processor refuses the size of an image.
         """
-        counts = [int((part.ids == self._processor.token_id).sum()) for part in parts]
+        counts = [self._processor.n_placeholders(part.ids) for part in parts]
         for part in parts:
             _reject_image_tokens(self._processor, part.ids)
         if max(counts) > len(images):
@@ -135,7 +141,10 @@ class ImageTokens:
             raise BrokenSample(str(error)) from error
 
     def _expand_sample(self, part: EncodedSample, images: Sequence[ImageFile]) -> EncodedSample:
+        form = self._processor.prefix_form
         if not images:
+            if form is not None:
+                form.check(part.ids, part.trained)
             return part
         places = np.flatnonzero(part.ids == self._processor.token_id)
         if places[-1] == len(part.ids) - 1:
@@ -149,6 +158,8 @@ class ImageTokens:
                 "the text next to an image is trained, but its tokens depend on the image; with "
                 "this model, train on turns of the assistant only"
             )
+        if form is not None:
+            form.check(ids, trained)
         return part._replace(ids=ids, trained=trained)
 
     def expand(
@@ -160,11 +171,12 @@ class ImageTokens:
         Raises:
             BrokenSample: if the text around an image cannot be tokenized again.
         """
-        places = np.flatnonzero(ids == self._processor.token_id).tolist()
+        n_written = self._processor.n_written
+        places = np.flatnonzero(ids == self._processor.token_id)[::n_written].tolist()
         if self._processor.joins_text:
             spans, new = self._joined(ids, places, sizes)
         else:
-            spans = [(place, place + 1) for place in places]
+            spans = [(place, place + n_written) for place in places]
             new = self._processor.expansions(sizes)
         pieces: list[np.ndarray] = []
         sources: list[np.ndarray] = []
@@ -220,17 +232,20 @@ def expand_prompt(
     """Return the ids of a rendered prompt with the tokens of its images, int64 (n,).
 
     Raises:
-        UserError: if the chat template did not write a placeholder for each image.
+        UserError: if the chat template did not write a placeholder for each image, or wrote them in
+            another form than the model's.
     """
     rendered = np.array(ids, np.int64)
     _reject_image_tokens(processor, rendered)
-    n_written = int((rendered == processor.token_id).sum())
+    n_written = processor.n_placeholders(rendered)
     if n_written != len(images):
         raise UserError(
             f"the prompt has {n_written} placeholders for {len(images)} images ({processor.token})"
         )
     sizes = [(image.width, image.height) for image in images]
     expanded, _ = ImageTokens(processor, tokenizer).expand(rendered, sizes)
+    if processor.prefix_form is not None:
+        processor.prefix_form.check(expanded, None)
     return expanded
 
 

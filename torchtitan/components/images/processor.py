@@ -24,6 +24,7 @@ from torchtitan.components.images.opening import (
     check_packages,
     open_processor,
 )
+from torchtitan.components.images.prefixes import PrefixForm, find_prefix_form
 from torchtitan.components.tokenizer.interface import Tokenizer
 from torchtitan.protocols.images import TOKEN_TYPES
 from torchtitan.tools.errors import UserError, in_words
@@ -57,6 +58,10 @@ _OF_TEXT = frozenset(
 _OF_BOTH = frozenset({"cross_attention_mask"})
 """Results that depend on text and images; the call of the class makes them of token ids."""
 
+_WRITTEN = {"PPChart2TableProcessor": "image_token_index"}
+"""Processors that leave all tokens of an image to the chat template → the field of config.json with
+the id of the token. All images have as many, `image_seq_length` of config.json."""
+
 _JOINED = frozenset({"PerceptionLMProcessor"})
 """Processors that do not stack images with different numbers of tiles. Their classes join the tiles
 of all images, and so get those of a batch as if they were of one image."""
@@ -82,6 +87,10 @@ class ImageProcessor:
     and versions of transformers, Pillow, and torchvision if it is the back end."""
     marked: dict[str, list[int]]
     """Name → ids of tokens of type 1, of each further argument of the class for types of tokens."""
+    n_written: int
+    """Tokens that the chat template writes for an image: one, or all tokens of an image."""
+    prefix_form: PrefixForm | None
+    """The form of texts, for a class that divides them into a prompt and its answer."""
     joins_text: bool
     """True if the text in the place of an image begins or ends with ordinary text, such as the line
     breaks of Gemma 3, or if the processor changes the text next to an image. Token ids then
@@ -107,7 +116,7 @@ class ImageProcessor:
         check_packages()
         with without_logs():
             processor = open_processor(folder, back_end)
-        self = cls(processor, tokenizer)
+        self = cls(processor, tokenizer, read_object(folder / "config.json"))
         self.files = files
         found = back_end_of(processor.image_processor)
         image_class = type(processor.image_processor).__name__
@@ -121,17 +130,22 @@ class ImageProcessor:
         self._try()
         return self
 
-    def __init__(self, processor: Any, tokenizer: Tokenizer):
+    def __init__(self, processor: Any, tokenizer: Tokenizer, config: Mapping[str, Any]):
         self._processor = processor
         self._tokenizer = tokenizer
         self._name = type(processor).__name__
         names = ("image_placeholder_token", "image_token")  # the first one is Qianfan-OCR's
         self.token = str(next(filter(None, (getattr(processor, name, None) for name in names)), ""))
+        self.n_written = 1
+        self.prefix_form = None
+        if not self.token and self._name in _WRITTEN:
+            self.n_written = int(config["image_seq_length"])
+            self.token = tokenizer.decode([int(config[_WRITTEN[self._name]])])
         if not self.token:
             raise UserError(
                 f"{self._name} has no token that stands for an image in a text: its class takes "
-                "one image before each text, or the chat template writes all tokens of an image, "
-                "which is not supported; train a model of another type"
+                "one image before each text, or images in another way that conversations do not "
+                "have; train a model of another type"
             )
         token_id = tokenizer.id_of(self.token)
         if token_id is None:
@@ -143,12 +157,12 @@ class ImageProcessor:
         # HunYuan's class wants both tokens around.
         around = [getattr(processor, f"image_{name}_token", None) for name in ("start", "end")]
         before, after = around if all(isinstance(each, str) for each in around) else ("", "")
-        self._written = f"{before}{self.token}{after}"
+        self._written = f"{before}{self.token * self.n_written}{after}"
         self._is_flat = False
         self._tensors = None if self._name in _JOINED else "pt"
         self._rewrites = False  # it returns no texts in the place of images
         self._begin = ""
-        self._image_ids = [i for i in processor.image_token_ids if i is not None]
+        self._image_ids = [i for i in processor.image_token_ids if i is not None] or [token_id]
         self._cached = functools.lru_cache(maxsize=_CACHED_SAMPLES)(self._blank_replacements)
 
     @property
@@ -192,18 +206,41 @@ class ImageProcessor:
 
         return self.inputs([[Image.new("RGB", _TRIAL_SIZES[0], "white")]])
 
+    def n_placeholders(self, ids: np.ndarray) -> int:
+        """Return the number of images that the placeholders in a text's token ids stand for. Raise
+        `UserError` if a template wrote another number of tokens for an image than the class reads.
+        """
+        places = np.flatnonzero(ids == self.token_id)
+        n_images, rest = divmod(len(places), self.n_written)
+        starts = places[:: self.n_written]
+        if rest or (places != np.add.outer(starts, np.arange(self.n_written)).flatten()).any():
+            raise UserError(
+                f"the chat template writes {len(places)} tokens {self.token} for images, and an "
+                f"image needs {self.n_written}, one after the other"
+            )
+        return n_images
+
     def token_types(self, ids: np.ndarray) -> np.ndarray:
         """Return the types of tokens: 1 for tokens of images, and 0 for others."""
         return np.isin(ids, self._image_ids).astype(np.int64)
 
     def more_types(self, ids: np.ndarray) -> dict[str, np.ndarray]:
         """Return the further arguments of the class for types of tokens, by name."""
-        return {name: np.isin(ids, marked).astype(np.int64) for name, marked in self.marked.items()}
+        types = {
+            name: np.isin(ids, marked).astype(np.int64) for name, marked in self.marked.items()
+        }
+        if self.prefix_form is not None:
+            types[TOKEN_TYPES] = self.prefix_form.token_types(ids)
+        return types
 
     def _blank_replacements(self, sizes: tuple[Size, ...]) -> tuple[list[str], list[np.ndarray]]:
         if not sizes:
             return [], []
         images, options = _blank_images(sizes), self._quick()
+        if self.n_written > 1:
+            return [self._written] * len(sizes), [
+                np.full(self.n_written, self.token_id, dtype=np.int32)
+            ] * len(sizes)
         if self._rewrites:
             found = [self._read(self._written, [image], **options) for image in images]
             return [], [np.array(each, dtype=np.int32) for each in found]
@@ -306,13 +343,16 @@ class ImageProcessor:
             Image.fromarray(noise.integers(0, 256, (height, width, 3), dtype=np.uint8))
             for width, height in _TRIAL_SIZES
         ]
-        if self._places_images(images[0]):
+        self.prefix_form = find_prefix_form(self._processor, self._tokenizer, images[0])
+        if self.prefix_form is None and self._places_images(images[0]):
             raise UserError(
                 f"{self._name} puts one image before each text itself, so that a conversation "
                 "cannot place its images; train a model of another type"
             )
         outputs = self._first_call([images])
         texts = list(self._processor.replacements)
+        if self.n_written > 1:
+            texts = self.replacements(_TRIAL_SIZES)
         self._rewrites = not texts and self._has_tokens_of_images(outputs)
         if self._rewrites:
             self._try_rewriting(images)
@@ -338,7 +378,7 @@ class ImageProcessor:
     def _check_results(self, images: Sequence["Image"], outputs: Mapping[str, Any]) -> None:
         """Raise `UserError` if the results for two images are not arguments of the class for images
         and text alone."""
-        if "labels" in outputs:
+        if "labels" in outputs and self.prefix_form is None:
             raise UserError(
                 f"{self._name} divides a text into a prompt and an answer, which conversations "
                 "with several turns do not have"
@@ -354,7 +394,8 @@ class ImageProcessor:
     def _check_ids(self, texts: Sequence[str], own: Sequence[int]) -> None:
         """Raise `UserError` if the tokenizer of the run writes other ids for the texts of images
         than the processor's `own`. More may follow, and a token may precede."""
-        whole = "".join(self._written.replace(self.token, text) for text in texts)
+        token = self.token * self.n_written
+        whole = "".join(self._written.replace(token, text) for text in texts)
         [ids] = self._tokenizer.tokenize([whole], allow_special=True)
         if own[: len(ids)] == ids:
             return

@@ -66,7 +66,6 @@ from torchtitan.protocols.output_head import UNCHANGED, Head, compute_logits
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
-
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 

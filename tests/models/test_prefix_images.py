@@ -1,0 +1,154 @@
+"""PaliGemma, whose processor divides a text into a prompt, whose tokens see each other both ways,
+and its answer: against the class called directly on what its processor makes of the same rows."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.conftest import PROJECT
+from tests.models.test_images import (
+    PACKED,
+    check_that_documents_see_themselves_only,
+    norm,
+    options,
+)
+from tests.tiny_vision import reference_processor, vision_folder
+from tests.training import read_metrics, train
+from torchtitan.components.data.finetuning.conversation import BrokenSample
+from torchtitan.components.images.prefixes import PrefixForm
+from torchtitan.tools.errors import UserError
+
+PROMPTS = ["What is it?", "Which are they?", "caption en"]
+ANSWERS = ["A cat\nand a dog", "x", "Two herons."]
+SIZES = [[(40, 56)], [(64, 48), (30, 70)], [(20, 90)]]
+FORM = PrefixForm(image_id=9, begin_id=2, end_id=3, eos_id=4)
+
+
+def template() -> str:
+    """The chat template of docs/images.md."""
+    [found] = re.findall(r"```jinja\n(.*?)```", (PROJECT / "docs/images.md").read_text(), re.S)
+    return str(found)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = vision_folder("paligemma", tmp_path_factory.mktemp("model") / "paligemma")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings = json.dumps(settings | {"bos_token": "<bos>"})
+    (folder / "tokenizer_config.json").write_text(settings)
+    (folder / "chat_template.jinja").write_text(template())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Image.Image]]]:
+    """Return a folder of images, and the images of each row."""
+    root = tmp_path_factory.mktemp("data")
+    generator = np.random.default_rng(0)
+    opened = []
+    for row, sizes in enumerate(SIZES):
+        shapes = ((height, width, 3) for width, height in sizes)
+        opened.append(
+            [Image.fromarray(generator.integers(0, 256, shape, dtype=np.uint8)) for shape in shapes]
+        )
+        for index, image in enumerate(opened[-1]):
+            image.save(root / f"{row}-{index}.png")
+    return root, opened
+
+
+def reference(folder: Path, prompts: list[str], images: Any) -> tuple[float, float]:
+    """Return the mean loss of the answers, and the norm of its gradients, by the class alone."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
+    inputs = reference_processor("paligemma", folder)(
+        images=images,
+        text=["<image>" * len(some) + text for some, text in zip(images, prompts, strict=True)],
+        suffix=ANSWERS,
+        padding=True,
+        padding_side="right",
+        return_tensors="pt",
+    )
+    loss = model(**inputs).loss
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return float(loss.detach()), norm(gradients)
+
+
+def rows_of(prompts: list[str] | None) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for number, (sizes, answer) in enumerate(zip(SIZES, ANSWERS, strict=True)):
+        names = [f"{number}-{index}.png" for index in range(len(sizes))]
+        if prompts is None:
+            rows.append({"text": "<image>" * len(names) + answer, "images": names})
+            continue
+        parts = [{"type": "image", "image": name} for name in names]
+        question = {"role": "user", "content": [*parts, {"type": "text", "text": prompts[number]}]}
+        rows.append({"messages": [question, {"role": "assistant", "content": answer}]})
+    return rows
+
+
+def written(root: Path, rows: list[dict[str, Any]], name: str) -> Path:
+    path = root / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    "prompts", [PROMPTS, pytest.param(None, marks=pytest.mark.slow)], ids=["answers", "captions"]
+)
+def test_loss_and_gradients_equal_those_of_the_class(
+    prompts: list[str] | None, folder: Path, images: Any, tmp_path: Path
+) -> None:
+    """With a row for each conversation, and packed. The tolerance is that of float32 with sums in
+    another order."""
+    root, opened = images
+    loss, expected = reference(folder, prompts or [""] * len(SIZES), opened)
+    rows = written(root, rows_of(prompts), "rows.jsonl")
+    for name, packing in (("rows", {"training__local_batch_size": 3}), ("packed", PACKED)):
+        trainer = train(tmp_path / name, **options(folder, rows) | packing)
+        [(_, ours, grad_norm)] = read_metrics(tmp_path / name, "loss", "grad_norm")
+        assert ours == pytest.approx(loss, rel=1e-5)
+        assert grad_norm == pytest.approx(expected, rel=1e-5)
+    [model] = trainer.model_parts
+    assert model.packing.mode == "kernel"
+    check_that_documents_see_themselves_only(model, next(trainer.dataloader))
+
+
+def test_a_prompt_of_two_lines_is_refused(folder: Path, images: Any, tmp_path: Path) -> None:
+    """Its second line would see no later tokens, other than in the class's own processor."""
+    rows = written(images[0], rows_of(["One\ntwo", *PROMPTS[1:]]), "lines.jsonl")
+    with pytest.raises(UserError, match="write the prompt without line breaks"):
+        train(tmp_path, **options(folder, rows), dataloader__broken="error")
+
+
+def test_types_of_tokens() -> None:
+    """Of two texts in a row: images, BOS, a prompt, its line break, the answer, which may have
+    line breaks; and of one without a BOS yet."""
+    ids = np.array([[9, 9, 2, 5, 3, 6, 3, 7, 9, 2, 3, 8], [9, 9, 2, 5, 5, 3, 6, 0, 0, 0, 0, 0]])
+    expected = [[0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1]]
+    assert FORM.token_types(ids).tolist() == expected
+    assert FORM.token_types(np.array([9, 9, 9])).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("ids", "answer"),
+    [
+        ([2, 9, 5, 3, 6], 4),  # BOS before the image
+        ([9, 2, 5, 9, 3, 6], 5),  # an image in the prompt
+        ([9, 2, 5, 6], 3),  # no line break
+        ([9, 2, 5, 3, 5, 3, 6], 6),  # a prompt of two lines
+        ([9, 2, 5, 3, 6], 3),  # the line break is trained
+    ],
+)
+def test_other_forms_are_refused(ids: list[int], answer: int) -> None:
+    FORM.check(np.array([9, 2, 5, 3, 6]), np.arange(5) >= 4)
+    FORM.check(np.array([9, 2, 5, 3]), None)
+    with pytest.raises(BrokenSample, match="this model reads"):
+        FORM.check(np.array(ids), np.arange(len(ids)) >= answer)
