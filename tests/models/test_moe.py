@@ -452,7 +452,8 @@ def test_parts_of_a_router_name_a_starving_expert_once(
     balancer.finish_step()
     assert balancer.watch()["dropped_tokens/balance"] == 0
     [message] = [record.getMessage() for record in log.records]
-    assert message.startswith("balance expert 3: less than") and "router_aux_loss_coef" in message
+    assert message.startswith("balance expert 3 of a layer: less than")
+    assert "router_aux_loss_coef" in message
 
 
 # --- bad input

@@ -141,9 +141,10 @@ class LoadBalanced(nn.Module):
         self.penalties = penalties
         self.selection = selection
         self.totals: Tensor | None = None
-        """Since the step began, the number of tokens that this rank has sent to each expert, and as
-        the last element the summed entropy of these tokens' probabilities in 2⁻²⁰ nats: (E + 1),
-        int64. None before the first step. Padding does not count."""
+        """Since the step began, the number of tokens that this rank has sent to each expert, and
+        then the summed entropy of these tokens' probabilities in 2⁻²⁰ nats: (E + 1), int64; a
+        router of several layers adds the first E numbers of each layer. None before the first step.
+        Padding does not count."""
         self.gradient_scale: Tensor | None = None
         """Factor of the auxiliary losses' gradients, a float32 scalar: losses are sums over tokens,
         and the loop divides them by the tokens of the global batch, without padding."""
@@ -157,6 +158,18 @@ class LoadBalanced(nn.Module):
     def is_trained(self) -> bool:
         """True if training moves the selection bias."""
         return any(weight.requires_grad for weight in self.parameters())
+
+    def no_totals(self, device: torch.device) -> Tensor:
+        """Return the totals of a step that begins."""
+        n_numbers = self.n_experts * (1 + (self.stage_layers or 0)) + 1
+        return torch.zeros(n_numbers, dtype=torch.int64, device=device)
+
+    def layer_counts(self, totals: Tensor) -> Tensor:
+        """Return the tokens of each expert in each layer of this stage from totals: (layers,
+        E)."""
+        if self.stage_layers is None:
+            return totals[None, : self.n_experts]
+        return totals[self.n_experts + 1 :].view(-1, self.n_experts)
 
 
 class LinearRouter(LoadBalanced):

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.equivalence.workers import Workers
+from torchtitan.components.losses import load_balance
 from torchtitan.components.losses.load_balance import LoadBalancer
 from torchtitan.components.losses.log_probs import token_log_probs
 from torchtitan.components.losses.loss import IGNORE_INDEX, CrossEntropyLoss
@@ -21,6 +23,7 @@ from torchtitan.tools.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 
+from torchtitan.models.transformers.balance import ClassBalance  # noqa: E402
 from torchtitan.models.transformers.description import TRUST_VARIABLE  # noqa: E402
 from torchtitan.models.transformers.model import TransformersModel  # noqa: E402
 from torchtitan.models.transformers.tiny import tiny_config  # noqa: E402
@@ -283,6 +286,36 @@ def test_an_auxiliary_loss_of_weight_zero_is_not_measured() -> None:
     for name, parameter in plain.named_parameters():
         if parameter.grad is not None:
             assert torch.equal(gradients[name], parameter.grad), name
+
+
+def test_a_collapsed_layer_shows_in_the_load(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if each layer uses another expert, so that all layers together are balanced."""
+    monkeypatch.setattr(load_balance, "_STARVING_STEPS", 2)
+    parts = [ClassBalance(4, 1, weight=0.5) for _ in range(2)]  # of two stages
+    balancer = LoadBalancer([nn.ModuleDict({"balance": part}) for part in parts])
+    logits = 9 * torch.eye(4).repeat_interleave(10, dim=0).view(4, 10, 4)
+    has_token_N = torch.arange(10) < 8
+    hidden_ND = torch.zeros(10, 2, requires_grad=True)
+
+    def run() -> list[Tensor]:
+        of_parts = zip(parts, (logits[:1], logits[1:]), strict=True)
+        return [part(hidden_ND, tuple(layers), has_token_N) for part, layers in of_parts]
+
+    for _ in range(2):
+        balancer.start_step(8, 1, torch.device("cpu"))
+        with balancer.measuring():
+            run()
+        torch.stack(run()).sum().backward()
+        balancer.finish_step()
+        for part in parts:
+            assert part.batch_counts_E is not None
+            assert part.batch_counts_E.tolist() == [8] * 4, "the loss is the class's, of all layers"
+    values = balancer.watch()
+    assert values["expert_load"] == values["expert_load/balance"] == 4
+    assert values["dropped_tokens/balance"] == 0
+    assert "balance expert 3 of a layer" in caplog.text
 
 
 def test_log_probabilities_have_no_auxiliary_loss() -> None:

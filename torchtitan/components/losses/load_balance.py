@@ -2,6 +2,7 @@
 layout."""
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -73,7 +74,7 @@ class LoadBalancer:
             return
         self._n_tokens = self._sum(torch.full((), n_tokens, dtype=torch.int64, device=device))
         for router in self._routers:
-            router.totals = torch.zeros(router.n_experts + 1, dtype=torch.int64, device=device)
+            router.totals = router.no_totals(device)
             router.gradient_scale = (gradient_degree / self._n_tokens.clamp(min=1)).float()
 
     @contextlib.contextmanager
@@ -89,42 +90,44 @@ class LoadBalancer:
             for router in self._routers:
                 router.is_measuring = False
         for router, totals in zip(self._routers, self._global_totals(), strict=True):
-            router.batch_counts_E = totals[:-1]
+            router.batch_counts_E = totals[: router.n_experts]
             router.totals = torch.zeros_like(totals)
 
     def finish_step(self) -> None:
         """Adapt the routers to the step's load, except frozen ones."""
         self._totals = self._global_totals()
         for index, (router, totals) in enumerate(zip(self._routers, self._totals, strict=True)):
-            counts_E = totals[:-1]
             if router.selection is not None and router.is_trained:
-                router.selection.update(counts_E)
-            is_idle_E = counts_E * router.n_experts < _STARVING_SHARE * counts_E.sum()
-            self._idle_steps[index] = (self._idle_steps[index] + 1) * is_idle_E
+                router.selection.update(totals[: router.n_experts])
+            counts_LE = router.layer_counts(totals)
+            least_L = _STARVING_SHARE * counts_LE.sum(-1, keepdim=True)
+            is_idle_LE = counts_LE * router.n_experts < least_L
+            self._idle_steps[index] = (self._idle_steps[index] + 1) * is_idle_LE
 
     def watch(self) -> dict[str, float]:
         """Return metrics of the last finished step, the same in any layout, and warn once of each
         expert that has starved for `_STARVING_STEPS` steps. All ranks of a pipeline call this; it
         waits for the device.
 
-        - `expert_load`: tokens of the busiest expert, relative to the mean; also
-          `expert_load/LAYER`
+        - `expert_load`: tokens of a layer's busiest expert, relative to the mean; also
+          `expert_load/LAYER`, which is the worst layer's for a router of several layers
         - `router_entropy/LAYER`: mean entropy of a token's probabilities, relative to the largest
         - `selection_bias/LAYER`: largest minus smallest
         - `dropped_tokens/LAYER`: choices of the batch's tokens that were not counted, if these are
           known
         """
-        values: dict[str, float] = {}
+        of_routers: list[dict[str, float]] = []
         starving: dict[str, str] = {}
         for name, router, totals, idle in zip(
             self._names, self._routers, self._totals, self._idle_steps, strict=True
         ):
-            counts_E = totals[:-1]
-            entropy = totals[-1]
-            n_pairs = counts_E.sum()
-            if not n_pairs:
+            entropy = totals[router.n_experts]
+            n_pairs = totals[: router.n_experts].sum()
+            counts_LE = router.layer_counts(totals)
+            if not counts_LE.any():
                 continue  # below the first trained layer, nothing counts
-            own = {"expert_load": counts_E.max() * router.n_experts / n_pairs}
+            loads_LE = counts_LE * router.n_experts / counts_LE.sum(-1, keepdim=True).clamp(min=1)
+            own = {"expert_load": loads_LE.max()}
             own["router_entropy"] = (
                 entropy / 2**20 / math.log(max(router.n_experts, 2)) * router.top_k / n_pairs
             )
@@ -135,14 +138,18 @@ class LoadBalancer:
                 own["selection_bias"] = (
                     router.selection.bias_E.max() - router.selection.bias_E.min()
                 )
-            values |= {f"{key}/{name}": float(number) for key, number in own.items()}
+            of_routers.append({f"{key}/{name}": float(number) for key, number in own.items()})
+            where = "" if router.stage_layers is None else " of a layer"
             starving |= {
-                f"{name} expert {e}": router.advice
-                for e, steps in enumerate(idle.tolist())
+                f"{name} expert {e}{where}": router.advice
+                for e, steps in enumerate(idle.amax(0).tolist())
                 if steps >= _STARVING_STEPS
             }
-        stages = self._of_stages((values, starving))
-        values = {name: value for part, _ in stages for name, value in part.items()}
+        stages = self._of_stages((of_routers, starving))
+        values: dict[str, float] = {}
+        for own in itertools.chain.from_iterable(routers for routers, _ in stages):
+            # parts of a router differ in the load of their layers only
+            values |= {name: max(value, values.get(name, value)) for name, value in own.items()}
         starving = {name: advice for _, part in stages for name, advice in part.items()}
         if new := [name for name in starving if name not in self._reported]:
             self._reported.update(new)
@@ -173,12 +180,17 @@ class LoadBalancer:
         if not parts:
             return totals
         n_layers = totals[0].new_tensor([sum(of_stages[index] or 0 for index in parts)])
-        whole = torch.cat((torch.stack([totals[index] for index in parts]).sum(0), n_layers))
+        ends = {index: self._routers[index].n_experts + 1 for index in parts}
+        own = [totals[index][:end] for index, end in ends.items()]
+        whole = torch.cat((torch.stack(own).sum(0), n_layers))
         if self._pipeline is not None:
             dist.all_reduce(whole, group=self._pipeline)
         for index in parts:
             self._routers[index].n_layers = whole[-1]
-        return [whole[:-1] if index in parts else own for index, own in enumerate(totals)]
+        return [
+            torch.cat((whole[:-1], own[ends[index] :])) if index in ends else own
+            for index, own in enumerate(totals)
+        ]
 
     def _sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor, in place, over the ranks that route other tokens."""

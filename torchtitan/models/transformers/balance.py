@@ -40,17 +40,20 @@ class ClassBalance(LoadBalanced):
         """Return hidden states unchanged, and add to the statistics, or in the backward pass to the
         gradients. Logits are (N, E) for each layer; a stage may have none."""
         assert self.totals is not None
-        self.stage_layers = len(router_logits or ())
         if not router_logits:
             return hidden
+        if self.stage_layers != len(router_logits):  # in the first call
+            self.stage_layers = len(router_logits)
+            self.totals = self.no_totals(hidden.device)
         logits_LNE = torch.stack(
             [logits.reshape(-1, self.n_experts) for logits in router_logits]
         ).float()
         probabilities = logits_LNE.softmax(dim=-1).where(has_token_N[:, None], 0)
         chosen_LNK = probabilities.detach().topk(self.top_k, dim=-1).indices
-        counts_E = _count(chosen_LNK, has_token_N, self.n_experts)
+        counts_LE = _count(chosen_LNK, has_token_N, self.n_experts)
         entropy = torch.special.entr(probabilities.detach()).sum(dtype=widest(logits_LNE))
-        totals = torch.cat((counts_E, (entropy * 2**20).long()[None])) * self.is_counting
+        parts = counts_LE.sum(0), (entropy * 2**20).long()[None], counts_LE.flatten()
+        totals = torch.cat(parts) * self.is_counting
         if self.is_measuring:
             self.totals += totals
             return hidden
@@ -68,9 +71,10 @@ class ClassBalance(LoadBalanced):
 
 
 def _count(chosen_LNK: Tensor, has_token_N: Tensor, n_experts: int) -> Tensor:
+    """Return how often each layer's tokens chose each expert, (layers, experts)."""
     is_counted = has_token_N[:, None].expand(chosen_LNK.shape).long()
-    counts_E = is_counted.new_zeros(n_experts)
-    return counts_E.scatter_add_(0, chosen_LNK.flatten(), is_counted.flatten())
+    counts_LE = is_counted.new_zeros(len(chosen_LNK), n_experts)
+    return counts_LE.scatter_add_(1, chosen_LNK.flatten(1), is_counted.flatten(1))
 
 
 def returns_router_loss(config: Any) -> bool:
