@@ -41,6 +41,14 @@ PATTERNS = {
 }
 """Name in llama.cpp → the pattern of published files, as in the comments of its llama-vocab.cpp."""
 
+KIMI = (
+    r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]+{ENDINGS}?|[^\r\n\p{{L}}\p{{N}}]?"
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    rf"{ENDINGS}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|" + BLANKS
+)
+"""The pattern in the code of Kimi K2 and Kimi Linear."""
+
 BEFORE = {"deepseek-v3": [r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+"]}
 """Name → patterns of steps before."""
 
@@ -83,6 +91,14 @@ def test_names_of_published_patterns(name, tmp_path):
     pre_tokenizer = published(name)
     tokenizer = trained(tmp_path, pre_tokenizer=pre_tokenizer, model__ignore_merges=looks_up)
     assert gguf_vocabulary(tokenizer, 300)["tokenizer.ggml.pre"] == name
+
+
+def test_rules_of_kimi_are_refused_by_name(tmp_path):
+    """llama.cpp 0.3.36's kimi-k2 gave other tokens for 656 of 3000 random texts of letters, digits,
+    signs and Chinese, and its other rules for none."""
+    tokenizer = trained(tmp_path, pre_tokenizer=split_by(KIMI))
+    with pytest.raises(UserError, match="is Kimi's, and llama.cpp's kimi-k2 splits words with"):
+        gguf_vocabulary(tokenizer, 300)
 
 
 def test_whole_words_are_part_of_the_name(tmp_path):

@@ -86,6 +86,26 @@ _NAMES: Mapping[tuple[str, ...], Mapping[bool, str]] = {
 """Rules of a pre-tokenizer → whether whole words are looked up before merging → its name in
 llama.cpp (src/llama-vocab.cpp)."""
 
+_NO_HAN = r"&&[^\p{Han}]]"
+_KIMI = "|".join(
+    (
+        r"[\p{Han}]+",
+        *(
+            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER[:-1]}{_NO_HAN}{upper}"
+            rf"{_LOWER[:-1]}{_NO_HAN}{lower}{_ENDINGS}?"
+            for upper, lower in ("*+", "+*")
+        ),
+        r"\p{N}{1,3}",
+        _SYMBOLS,
+        _BLANKS,
+    )
+)
+_REFUSED: Mapping[tuple[str, ...], str] = {
+    (_KIMI, "bytes"): "its pre-tokenizer is Kimi's, and llama.cpp's kimi-k2 splits words with "
+    "capitals or accents elsewhere, such as dA"
+}
+"""Rules that llama.cpp has a name for, but follows otherwise → why they are refused."""
+
 _KEEP_SPACES = {"<unk>", "<s>", "<|endoftext|>"}
 """Special tokens of Phi-3 that do not strip the spaces after them."""
 
@@ -198,6 +218,8 @@ def _byte_level(document: Mapping[str, Any]) -> dict[str, Any]:
     if not model["merges"]:
         raise _unknown("it has no merges")
     rules = _rules(document["pre_tokenizer"])
+    if rules in _REFUSED:
+        raise _unknown(_REFUSED[rules])
     if rules not in _NAMES:
         raise _unknown(f"its pre-tokenizer is {json.dumps(document['pre_tokenizer'])}")
     names, looks_up = _NAMES[rules], bool(model.get("ignore_merges"))
