@@ -77,10 +77,10 @@ def open_or_build(
 
     Args:
         parent: subfolder of the cache.
-        source: data to tokenize.
+        source: data to prepare.
         key: maps the source's identity to a JSON-serializable value that determines the content.
         read: opens the finished folder; should use `readable`.
-        write: tokenizes into an empty folder and returns the amount as text. The folder is removed
+        write: writes into an empty folder and returns the amount as text. The folder is removed
             if it raises.
         cache_dir: see `cache_root`.
         verify: verify all checksums instead of a sample per file.
@@ -131,7 +131,7 @@ def _build(
         shutil.rmtree(partial_folder, ignore_errors=True)
         raise
     logger.info(
-        f"tokenized {name}: {amount} in {time.monotonic() - started:.1f} s, cached in {folder}"
+        f"prepared {name}: {amount} in {time.monotonic() - started:.1f} s, cached in {folder}"
     )
 
 
@@ -189,7 +189,7 @@ def _locked(path: Path, name: str) -> contextlib.AbstractContextManager[object]:
     try:
         return lock.acquire(timeout=0)
     except Timeout:
-        logger.info(f"waiting for another process to tokenize {name}")
+        logger.info(f"waiting for another process to prepare {name}")
         return lock.acquire()
 
 

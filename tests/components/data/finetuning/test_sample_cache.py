@@ -591,7 +591,7 @@ def test_amount_of_data_is_logged_after_building(tmp_path, caplog):
         folder = open_cache(Texts("aB", "abC"), tmp_path).folder
         open_cache(Texts("aB", "abC"), tmp_path)
     [message] = [record.message for record in caplog.records]
-    assert message.startswith("tokenized a.jsonl: 2 samples, 5 tokens in ") and message.endswith(
+    assert message.startswith("prepared a.jsonl: 2 samples, 5 tokens in ") and message.endswith(
         f"cached in {folder}"
     )
 

@@ -443,7 +443,7 @@ def test_second_process_waits_with_a_message(tmp_path, tokenizer, caplog):
         thread = threading.Thread(target=lambda: found.append(open_cache(path, failing, root)))
         thread.start()
         deadline = time.monotonic() + 20
-        while "waiting for another process to tokenize" not in caplog.text:
+        while "waiting for another process to prepare" not in caplog.text:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert not found
