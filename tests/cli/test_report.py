@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import PROJECT
 from tests.training import killed_in, read_metrics, run, tiny_config
 from torchtitan.cli.main import main
-from torchtitan.cli.report import Chart, RunRecord, charts, page, sections
+from torchtitan.cli.report import Chart, RunRecord, charts, page, sections, unit_of
 from torchtitan.tools.progress import sparkline
 from torchtitan.trainer import Trainer
 
@@ -109,6 +109,8 @@ def test_page_names_models_and_units(runs):
     assert record.model == "llama3 tiny, 70 parameters, 7 trained"
     assert 'step_time <span class="mute">(s)</span>' in text
     assert "grad_norm<small>" in text  # without a unit
+    rates = ("tokens_per_second", "validation_tokens_per_second", "waves_per_second")
+    assert [unit_of(rate) for rate in rates] == ["tokens/s", "tokens/s", "waves/s"]
 
 
 def test_text_and_broken_lines(runs, capsys):
