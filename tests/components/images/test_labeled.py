@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import os
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,24 @@ def test_rows_name_images_by_path_or_content(tmp_path):
         assert loader.classes == ("1", "7", "9")
         assert values(batch) == [0, 2, 8]
         assert batch["classes"].tolist() == [2, 1, 0]
+
+
+@pytest.mark.parametrize("kind", ["cls", "json"])
+def test_webdataset_has_labels_beside_images(tmp_path, kind):
+    """webdataset's own examples have labels in `.cls`, without any text."""
+    with tarfile.open(tmp_path / "rows.tar", "w") as archive:
+        for k in (0, 2, 8):
+            label = b"%d\n" if kind == "cls" else b'{"label": %d}'
+            for name, content in (("png", png(k)), (kind, label % (9 - k))):
+                member = tarfile.TarInfo(f"shard/{k:03}.{name}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    data = config(tmp_path / "rows.tar", tmp_path / "cache", shuffle=False)
+    loader = data.build(local_batch_size=3)
+    batch = next(loader)
+    assert loader.classes == ("1", "7", "9")
+    assert values(batch) == [0, 2, 8]
+    assert batch["classes"].tolist() == [2, 1, 0]
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])

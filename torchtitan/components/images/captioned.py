@@ -14,6 +14,7 @@ from torchtitan.components.data.finetuning.conversation import BrokenSample
 from torchtitan.components.data.sources.paths import searched_folder
 from torchtitan.components.data.sources.rows import Document, OnRead, Part, Row
 from torchtitan.components.data.sources.source import Source
+from torchtitan.components.data.sources.webdataset import IMAGES
 from torchtitan.components.images.labeled import SUFFIXES, rows_of
 from torchtitan.components.images.pixel_rows import PixelRows, Size
 from torchtitan.tools.durable import new_file
@@ -24,8 +25,6 @@ METADATA = "metadata.jsonl"
 
 _VERSION = 1
 _FILE_COLUMN = "file_name"
-_LIST_COLUMN = "images"
-"""Column of WebDataset's images."""
 _DESCRIPTION = "images.json"
 
 
@@ -44,7 +43,7 @@ class CaptionFormat:
     @property
     def image_columns(self) -> list[str]:
         """Columns with the image: the first of these that a row has."""
-        return [self.image_column, _FILE_COLUMN, _LIST_COLUMN]
+        return [self.image_column, _FILE_COLUMN, IMAGES]
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ def _write(source: Source, format: CaptionFormat, folder: Path) -> str:
         sizes=format.buckets,
         channels=format.channels,
         image_columns=format.image_columns,
-        text_column=format.caption_column,
+        text_columns=[format.caption_column],
         text_of=_caption,
         drops_broken=format.broken == "drop",
     )

@@ -15,6 +15,7 @@ from torchtitan.components.data.finetuning.conversation import BrokenSample
 from torchtitan.components.data.sources.paths import searched_folder
 from torchtitan.components.data.sources.rows import Document, OnRead, Part, Row
 from torchtitan.components.data.sources.source import Catalog, Source, StreamSource, resolve_source
+from torchtitan.components.data.sources.webdataset import IMAGES, LABEL
 from torchtitan.components.images.named_images import WithNamedImages
 from torchtitan.components.images.pixel_rows import PixelRows
 from torchtitan.tools.digests import cache_root
@@ -45,6 +46,11 @@ class ImageFormat:
     """Labels in the order of their numbers; empty: the labels of the data, sorted."""
     broken: str = "error"
     """Images that cannot be read, and rows without a label: `error` or `drop`."""
+
+    @property
+    def image_columns(self) -> list[str]:
+        """Columns with the image: the first of these that a row has."""
+        return [self.image_column, IMAGES]
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -102,7 +108,7 @@ def find_source(dataset: str, split: str, format: ImageFormat, cache_dir: str = 
     folder = searched_folder(dataset)
     if folder and next(_images_in(Path(folder)), None):
         return Source(dataset, [FolderPart(Path(folder), format)], documents=False)
-    return rows_of(dataset, split, [format.image_column], cache_dir)
+    return rows_of(dataset, split, format.image_columns, cache_dir)
 
 
 def rows_of(dataset: str, split: str, image_columns: Sequence[str], cache_dir: str) -> Source:
@@ -165,8 +171,8 @@ def _write(source: Source, format: ImageFormat, folder: Path) -> str:
         source=source,
         sizes=[(format.size, format.size)],
         channels=format.channels,
-        image_columns=[format.image_column],
-        text_column=format.label_column,
+        image_columns=format.image_columns,
+        text_columns=[format.label_column, LABEL],
         text_of=_label,
         drops_broken=format.broken == "drop",
     )

@@ -1,7 +1,7 @@
 """Rows of a dataset as pixels of a few sizes and a text each; skipped rows are counted."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -48,7 +48,8 @@ class PixelRows:
     """3 (RGB), or 1 (gray)."""
     image_columns: Sequence[str]
     """Column with the image: the first of these that a row has."""
-    text_column: str
+    text_columns: Sequence[str]
+    """Column with the text: the first of these that a row has."""
     text_of: Callable[[object], str]
     """Returns the text of a cell. Raises `BrokenSample`."""
     drops_broken: bool
@@ -97,12 +98,8 @@ class PixelRows:
             cells = row.values
             if cells is None:
                 raise BrokenSample(row.error)
-            named = [name for name in self.image_columns if cells.get(name) is not None]
-            if not named or cells.get(self.text_column) is None:
-                missing = self.text_column if named else self.image_columns[0]
-                raise BrokenSample(f"it has no {missing!r}, but {', '.join(cells) or 'no column'}")
-            text = self.text_of(cells[self.text_column])
-            image = opener.open(_only(cells[named[0]]))
+            text = self.text_of(_first(cells, self.text_columns))
+            image = opener.open(_only(_first(cells, self.image_columns)))
             bucket = nearest(self.sizes, (image.height, image.width))
             height, width = self.sizes[bucket]
             if image.width < width or image.height < height:
@@ -126,6 +123,14 @@ def nearest(sizes: Sequence[Size], size: Size) -> int:
     `size`, in logarithms; the first of several."""
     wanted = math.log(size[0] / size[1])
     return min(range(len(sizes)), key=lambda n: abs(math.log(sizes[n][0] / sizes[n][1]) - wanted))
+
+
+def _first(cells: Mapping[str, object], columns: Sequence[str]) -> object:
+    """Return the cell of the first of several columns that a row has."""
+    for column in columns:
+        if cells.get(column) is not None:
+            return cells[column]
+    raise BrokenSample(f"it has no {columns[0]!r}, but {', '.join(cells) or 'no column'}")
 
 
 def _only(cell: object) -> object:

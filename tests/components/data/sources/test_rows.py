@@ -639,11 +639,11 @@ class TestWebDataset:
         samples = webdataset.WebDataset(
             str(tmp_path / "a.tar"), shardshuffle=False, empty_check=False
         )
-        expected = []
+        expected, columns = [], {"text": "txt", "cls": "cls"}
         for s in samples:
             if "txt" not in s:
                 continue
-            values = {"text": s["txt"].decode()}
+            values = {name: s[kind].decode() for name, kind in columns.items() if kind in s}
             if "png" in s:
                 values["images"] = [{"bytes": s["png"], "path": f"{s['__key__']}.png"}]
             expected.append(Row(f"a.tar, sample {s['__key__']}", values))

@@ -2,7 +2,7 @@
 
 A sample is the consecutive members of a tar file with the same name up to the first dot after the
 folder; the rest of the name is the member's kind. `.json` has columns, `.txt` the column `text`,
-and images become the column `images`.
+images become the column `images`, and `.cls`, the label of an image, the column `cls`.
 """
 
 import itertools
@@ -29,6 +29,10 @@ _OTHER_MEDIA = {
 """Column for the names of members that nothing reads, so that their loss is reported."""
 
 _IMAGE_COLUMNS = ("image", "images")
+
+IMAGES = "images"
+LABEL = "cls"
+"""Columns of images, and of the label of an image."""
 
 _META = re.compile(r"__[^/]*__($|/)")
 _MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
@@ -93,6 +97,7 @@ def _sample_row(
     others: dict[str, list[str]] = {}
     kinds: set[str] = set()
     errors = []
+    read = {"txt", "json"} | ({LABEL} if media else set())
     for _, kind, member in files:
         if member.size > MAX_ROW_CHARACTERS:
             raise UserError(
@@ -109,14 +114,14 @@ def _sample_row(
             images[kind] = {"bytes": _content(archive, member), "path": member.name}
         elif media and file_type in _OTHER_MEDIA:
             others.setdefault(_OTHER_MEDIA[file_type], []).append(member.name)
-        if kind not in ("txt", "json"):
+        if kind not in read:
             continue
         try:
             text = _content(archive, member).decode()
             row = (
                 object_row(where, parse_json(text))
                 if kind == "json"
-                else Row(where, {"text": text})
+                else Row(where, {"text": text} if kind == "txt" else {LABEL: text.strip()})
             )
             values |= row.values or {}
             errors += [row.error] if row.error else []
@@ -124,7 +129,7 @@ def _sample_row(
             errors.append(f"{member.name} is broken, {failure}")
     if errors:
         return Row(where, None, errors[0])
-    if not kinds & {"txt", "json"}:
+    if not kinds & read:
         return None
     try:
         return Row(where, others | _with_images(values, images))
@@ -151,7 +156,7 @@ def _with_images(
         (name for name in values if name.lower() in _IMAGE_COLUMNS and values[name]), None
     )
     if column is None:
-        return {**values, "images": images}
+        return {**values, IMAGES: images}
     named = values[column] if isinstance(values[column], list) else [values[column]]
     return {**values, column: [_named_image(name, images, len(named)) for name in named]}
 
