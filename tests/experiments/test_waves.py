@@ -13,6 +13,8 @@ from tests.training import flags, killed_in, read_metrics, run
 from tests.waves.config_registry import WaveTrainer
 from torchtitan.config.manager import ConfigManager
 from torchtitan.dry_run import dry_run
+from torchtitan.foresight.devices import DEVICES
+from torchtitan.foresight.prediction import predict_from_reports
 from torchtitan.models.pretrained import load_model
 
 
@@ -46,12 +48,15 @@ def test_killed_run_resumes_bit_for_bit_and_exports(tmp_path):
         assert torch.equal(loaded(*inputs), whole.model_parts[0](*inputs))
 
 
-def test_dry_run_counts_the_operations_of_layouts(tmp_path):
+def test_dry_run_counts_the_operations_and_waves_of_layouts(tmp_path):
     parallelism = {f"parallelism__{kind}_parallel_degree": 2 for kind in ("tensor", "context")}
     (alone,) = dry_run(configuration(tmp_path), 1)
-    (divided,) = dry_run(configuration(tmp_path, **parallelism), 4)
+    config = configuration(tmp_path, **parallelism)
+    (divided,) = dry_run(config, 4)
     # what a rank computes of each signal, besides conditions and joined layers
     assert 0.2 < divided.executed_flops / alone.executed_flops < 0.5
+    prediction = predict_from_reports(config, [divided], 4, DEVICES["h100"], 8)
+    assert "waves/s per device, MFU" in str(prediction)
 
 
 def train_layouts(folder: Path) -> None:

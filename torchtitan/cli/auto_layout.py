@@ -34,8 +34,8 @@ def layout_words(config: Trainer.Config, world_size: int, devices_per_host: int)
         found = plan(planned, world_size, device, devices_per_host=devices_per_host, best=1)
         best = found.options[0]
         logger.info(
-            f"--parallelism.auto: {best.layout}; predicted {best.tokens_per_second:,.0f} tokens/s "
-            f"per device, {best.memory_gib:.1f} GiB"
+            f"--parallelism.auto: {best.layout}; predicted {best.tokens_per_second:,.0f} "
+            f"{best.rate_unit}, {best.memory_gib:.1f} GiB"
         )
         chosen = best.layout.config.to_dict()
     return [*option_words(config, chosen), "--parallelism.auto=false"]

@@ -143,7 +143,7 @@ def _print(found: "Plan", title: str) -> None:
         rows.append(
             [str(index + 1), str(one.layout), *numbers, found.reason(index) if index else ""]
         )
-    numeric = ["step (s)", "tokens/s per device", "MFU", "GiB"]
+    numeric = ["step (s)", found.options[0].rate_unit, "MFU", "GiB"]
     print_table(
         open_console(),
         title,

@@ -55,10 +55,16 @@ class Prediction:
     def seconds(self) -> float:
         return sum(self.parts.values())
 
+    @property
+    def rate_unit(self) -> str:
+        """Unit of `tokens_per_second`: what the trainer counts, per second and device."""
+        owner: Any = self.layout.config._owner
+        return f"{owner.unit}/s per device"
+
     def __str__(self) -> str:
         lines = [
             f"Step on {self.device.name}: {self.seconds:,.3g} s, {self.tokens_per_second:,.0f} "
-            f"tokens/s per device, MFU {self.mfu:.1%}"
+            f"{self.rate_unit}, MFU {self.mfu:.1%}"
         ]
         for name, seconds in sorted(self.parts.items(), key=lambda part: -part[1]):
             share = seconds / self.seconds
