@@ -98,6 +98,18 @@ def file_size_limit(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@contextlib.contextmanager
+def memory_limit(size: int) -> Iterator[None]:
+    """Make this process end with a MemoryError if it takes `size` bytes more (Linux)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 @pytest.fixture(autouse=True)
 def own_log() -> None:
     """Undo the logging setup of commands that earlier tests called in this process, which bypasses

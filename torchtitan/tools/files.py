@@ -14,8 +14,11 @@ from torchtitan.tools.errors import UserError, os_errors_as
 DOWNLOADS = Path("assets/hf")
 """Folder of `torchtitan download`, with a subfolder per model."""
 
-_MOST_JSON_BYTES = 2**28
+MOST_JSON_BYTES = 2**28
 """Ten times the vocabulary of the largest tokenizers."""
+
+_MOST_LINE_BYTES = 2**26
+"""More than a line of a run's records has."""
 
 MOST_BROKEN_LINES = 10_000
 """Broken lines after which the rest of a file is not read: it is not a record of a run."""
@@ -98,7 +101,7 @@ def open_regular(path: Path, name: str | None = None) -> io.BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
-def read_regular(path: Path, name: str | None = None, most: int = _MOST_JSON_BYTES) -> bytes:
+def read_regular(path: Path, name: str | None = None, most: int = MOST_JSON_BYTES) -> bytes:
     """Return the content of an untrusted file. Raise like `open_regular`, and `UserError` for more
     than `most` bytes."""
     name = name or str(path)
@@ -174,11 +177,13 @@ def json_lines(
 ) -> Iterator[dict[str, Any]]:
     """Yield the usable objects of a file of JSON lines, and append the numbers of its other lines
     to `broken`; nothing if the file is absent. End after `MOST_BROKEN_LINES` of these, since each
-    takes time. Raise `UserError` if the file cannot be read."""
+    takes time, and at a line that is too long for a record of a run. Raise `UserError` if the file
+    cannot be read."""
     if not path.exists():
         return
     with os_errors_as(f"'{path}' cannot be read"), open_regular(path) as file:
-        for number, line in enumerate(file, start=1):
+        lines = iter(lambda: file.readline(_MOST_LINE_BYTES), b"")
+        for number, line in enumerate(lines, start=1):
             try:
                 value = parse_json(line, "the line") if line.startswith(b"{") else None
             except UserError:
@@ -187,7 +192,7 @@ def json_lines(
                 yield value
                 continue
             broken.append(number)
-            if len(broken) == MOST_BROKEN_LINES:
+            if len(broken) == MOST_BROKEN_LINES or len(line) == _MOST_LINE_BYTES:
                 return
 
 

@@ -1,12 +1,11 @@
 import os
-import resource
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.conftest import memory_limit
 from torchtitan.components.data import sequence_cache
 from torchtitan.components.data.sequence_cache import SequenceCache, TokenResult
 from torchtitan.protocols.attention import AttentionMetadata
@@ -180,21 +179,17 @@ def test_something_else_in_place_of_a_file(written, kind):
 def test_a_file_of_any_size_fits_the_memory(written):
     """Also a hole of 5 GiB, which takes no space on the disk."""
     cache, batch, _, file = written
+    os.truncate(file, 5 << 30)
+    with (
+        memory_limit(3 << 30),
+        pytest.raises(UserError, match="is damaged .*5,368,709,120 bytes, and may have"),
+    ):
+        cache.read(batch)
     mark = cache.mark("data")
     cache.finish(mark, cache.names(batch))
-    os.truncate(file, 5 << 30)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (3 << 30), limits[1]))
-    try:
-        with pytest.raises(UserError, match="is damaged .*5,368,709,120 bytes, and may have"):
-            cache.read(batch)
-        mark = cache.mark("data")
-        cache.finish(mark, cache.names(batch))
-        os.truncate(mark, 5 << 30)
+    os.truncate(mark, 5 << 30)
+    with memory_limit(3 << 30):
         assert not cache.is_complete(mark)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def test_a_mark_lists_what_it_stands_for(written, caplog):

@@ -17,6 +17,7 @@ from torchtitan.components.checkpoint.filesystem import (
     Folder,
     LocalFolder,
     folder_at,
+    read_document,
 )
 from torchtitan.components.checkpoint.manifest import (
     KIND_DESCRIPTIONS,
@@ -343,6 +344,6 @@ def _read_damage(folder: Folder) -> str:
     if not folder.has_file(_DAMAGE):
         return ""
     try:
-        return "; ".join(json.loads(folder.read(_DAMAGE))["faults"])
+        return "; ".join(json.loads(read_document(folder, _DAMAGE))["faults"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return f"{_DAMAGE} exists, but cannot be read"

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, in_words
-from torchtitan.tools.files import is_url, open_regular
+from torchtitan.tools.files import MOST_JSON_BYTES, is_url, open_regular
 from torchtitan.tools.logging import logger
 from torchtitan.tools.redact import HIDDEN, hide_credentials_of
 
@@ -56,6 +56,16 @@ def cause_of(error: BaseException) -> str:
     if (status := getattr(error, "status", None)) is not None:
         return f"the server answers {status} {getattr(error, 'message', '')}".rstrip()
     return in_words(error)
+
+
+def read_document(folder: "Folder", name: str) -> bytes:
+    """Return the content of a file that is read as a whole, such as JSON. Raise `OSError` if it
+    cannot be read, and `UserError` for more bytes than such a file may have."""
+    with folder.open(name) as file:
+        content = file.read(MOST_JSON_BYTES + 1)
+    if len(content) > MOST_JSON_BYTES:
+        raise UserError(f"{folder}/{name} has more than {MOST_JSON_BYTES:,} bytes")
+    return content
 
 
 def is_lasting(error: BaseException) -> bool:

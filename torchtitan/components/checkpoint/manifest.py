@@ -12,7 +12,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from torchtitan.components.checkpoint.filesystem import Folder
+from torchtitan.components.checkpoint.filesystem import Folder, read_document
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.config.configurable import from_plain
 from torchtitan.tools.errors import UserError
@@ -135,9 +135,11 @@ def read_marker(folder: Folder) -> Marker | None:
     try:
         if not folder.has_file(MARKER):
             return None
-        text = folder.read(MARKER)
+        text = read_document(folder, MARKER)
     except OSError as error:
         raise UnreadMarkerError(f"{file} could not be read ({error})") from error
+    except UserError as error:
+        raise MarkerError(f"{file} is damaged ({error})") from error
     try:
         content: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -234,12 +236,14 @@ def find_faults(
     """Compare the files in `folder` with its manifest and ignore unlisted files. Each rank checks a
     share of the files. `manifest_digest` comes from the marker; `only` names the files to check."""
     try:
-        content = ranks.broadcast_from_rank0(lambda: folder.read(MANIFEST))
+        content = ranks.broadcast_from_rank0(lambda: read_document(folder, MANIFEST))
         sizes = ranks.broadcast_from_rank0(folder.files)
     except FileNotFoundError:
         return Faults(damage=[f"{MANIFEST} is missing"])
     except OSError as error:
         return Faults(unread=[_describe_unreadable(MANIFEST, error)])
+    except UserError as error:
+        return Faults(damage=[f"{MANIFEST} is damaged ({error})"])
     if hashlib.sha256(content).hexdigest() != manifest_digest:
         return Faults(damage=[f"{MANIFEST} is damaged (its digest differs)"])
     files = _parse_manifest(content)

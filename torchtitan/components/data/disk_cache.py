@@ -36,7 +36,7 @@ from torchtitan.tools.digests import (
     hash_file,
 )
 from torchtitan.tools.errors import UserError, os_errors_as
-from torchtitan.tools.files import named_file, open_regular
+from torchtitan.tools.files import MOST_JSON_BYTES, named_file, open_regular
 from torchtitan.tools.logging import logger
 
 BLOCKS_FILE = "blocks.json"
@@ -160,6 +160,8 @@ def check_content(content: bytes, name: str, recorded: str | bytes) -> None:
 def check_blocks(folder: Folder, verify_all: bool) -> None:
     """Raise an error that `readable` handles if the files do not match `blocks.json`."""
     sizes = folder.files()  # only regular files: reading a pipe or a device may take forever
+    if sizes.get(BLOCKS_FILE, 0) > MOST_JSON_BYTES:
+        raise ValueError(f"{BLOCKS_FILE} has {sizes[BLOCKS_FILE]:,} bytes")
     recorded = json.loads(folder.read(BLOCKS_FILE))
     if unknown := {name for name in sizes if name[0] != "."} - {BLOCKS_FILE, *recorded}:
         raise ValueError(f"{min(unknown)} is not listed in {BLOCKS_FILE}")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.chat_template.stops import Stops
-from torchtitan.components.checkpoint.filesystem import folder_at
+from torchtitan.components.checkpoint.filesystem import folder_at, read_document
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer, tokenizer_file
 from torchtitan.config.configurable import Configurable
 from torchtitan.protocols.conversion import ConverterRecord, converter_records
@@ -143,7 +143,9 @@ def read_converters(
     folder, name = folder_at(checkpoint), DESCRIPTION
     with os_errors_as(f"{checkpoint}/{name} cannot be read"):
         content = (
-            parse_json(folder.read(name), f"{checkpoint}/{name}") if folder.has_file(name) else {}
+            parse_json(read_document(folder, name), f"{checkpoint}/{name}")
+            if folder.has_file(name)
+            else {}
         )
     converters = content.get(key, []) if isinstance(content, dict) else None
     if not (

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.components.checkpoint.filesystem import Folder
+from torchtitan.components.checkpoint.filesystem import Folder, read_document
 from torchtitan.components.data.disk_cache import BLOCKS_FILE, check_content
 from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
 from torchtitan.components.data.finetuning.filters import FilterConfig
@@ -232,12 +232,17 @@ def read(folder: Folder, name: str) -> bytes:
     return with_patience(f"reading {folder}/{name}", lambda: folder.read(name))
 
 
+def read_json(folder: Folder, name: str) -> bytes:
+    """Return the content of a file of JSON, of limited size."""
+    return with_patience(f"reading {folder}/{name}", lambda: read_document(folder, name))
+
+
 def read_part(folder: Folder, name: str) -> bytes:
     """Return the content of a file of a complete part. Raise `UserError` if it does not match its
     checksums."""
     try:
         content = read(folder, name)
-        check_content(content, name, read(folder, BLOCKS_FILE))
+        check_content(content, name, read_json(folder, BLOCKS_FILE))
     except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(
             f"{folder} is damaged ({error}); remove it, and run the command again"

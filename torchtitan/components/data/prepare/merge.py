@@ -18,7 +18,13 @@ import numpy as np
 from torchtitan.components.checkpoint.filesystem import UNFINISHED, Folder, LocalFolder
 from torchtitan.components.data.disk_cache import BLOCKS_FILE, readable, record_blocks
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.prepare.encoding import HASH_BYTES, ITEM, read, read_part, rows_of
+from torchtitan.components.data.prepare.encoding import (
+    HASH_BYTES,
+    ITEM,
+    read_json,
+    read_part,
+    rows_of,
+)
 from torchtitan.components.data.prepare.near_duplicates import repeated
 from torchtitan.components.data.prepare.preparation import (
     BANDS,
@@ -80,7 +86,7 @@ def merge(preparation: Preparation, workers: int) -> None:
     with os_errors_as(f"{place} is complete, but its parts cannot be removed"):
         _remove_parts(place)
     with readable(place, "; remove it, and prepare the data again"):
-        manifest = json.loads(read(place, MANIFEST))
+        manifest = json.loads(read_json(place, MANIFEST))
         counts = "; ".join(
             f"{split}: {of['items']:,} items, {of['tokens']:,} tokens"
             for split, of in manifest["splits"].items()

@@ -28,7 +28,7 @@ import numpy as np
 from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder
 from torchtitan.components.data.disk_cache import readable, record_blocks
 from torchtitan.components.data.forks import forked_calls
-from torchtitan.components.data.prepare.encoding import Encoding, read
+from torchtitan.components.data.prepare.encoding import Encoding, read_json
 from torchtitan.components.data.prepare.near_duplicates import Bands
 from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.rows import Part
@@ -169,7 +169,7 @@ class Preparation:
     def check(self) -> None:
         """Raise `UserError` if the folder holds another preparation."""
         with readable(self.place, "; set --out to a new folder"):
-            begun = json.loads(read(self.place / "plan", PLAN))
+            begun = json.loads(read_json(self.place / "plan", PLAN))
         plan = json.loads(json.dumps(self.plan))
         if not isinstance(begun, dict) or begun.get("format") != PLAN_FORMAT:
             raise UserError(

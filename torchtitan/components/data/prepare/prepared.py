@@ -18,7 +18,7 @@ from torchtitan.components.data import disk_cache
 from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
 from torchtitan.components.data.finetuning.sample_cache import SampleCache
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.prepare.encoding import read
+from torchtitan.components.data.prepare.encoding import read, read_json
 from torchtitan.components.data.prepare.preparation import (
     INDEX_ROWS,
     MANIFEST,
@@ -49,7 +49,7 @@ class Prepared:
     def __init__(self, place: str):
         self.place, self.folder = place, folder_at(os.path.expanduser(place))
         with disk_cache.readable(self.folder, _REMEDY):
-            manifest = json.loads(read(self.folder, MANIFEST))
+            manifest = json.loads(read_json(self.folder, MANIFEST))
             self.kind: str = manifest["kind"]
             self.encoding: dict[str, Any] = manifest["encoding"]
             self.digest: str = manifest["digest"]
@@ -103,7 +103,9 @@ class Prepared:
         ):
             cache = self.cache(split, index, number)
             with disk_cache.readable(cache, _REMEDY):
-                _checked(read(cache, disk_cache.BLOCKS_FILE), cache.name, disk_cache.BLOCKS_FILE)
+                _checked(
+                    read_json(cache, disk_cache.BLOCKS_FILE), cache.name, disk_cache.BLOCKS_FILE
+                )
                 with_patience(f"verifying {cache}", partial(disk_cache.check_blocks, cache, verify))
         return index
 
@@ -219,7 +221,7 @@ def _open(
         return _StoredArray(folder, name, np.dtype(dtype), length, blocks)
 
     with disk_cache.readable(folder, _REMEDY):
-        meta = json.loads(read(folder, "meta.json"))
+        meta = json.loads(read_json(folder, "meta.json"))
         [n_documents] = meta["documents_per_part"]
         tokens = array("tokens.bin", meta["dtype"], meta["n_tokens"])
         offsets = array("offsets.bin", "int64", n_documents + 1)[:]
