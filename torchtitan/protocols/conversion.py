@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,7 +11,6 @@ from torch import nn
 from torchtitan.config.configurable import Configurable, config_key
 from torchtitan.config.registry import trusted_module
 from torchtitan.protocols.converter import ModelConverter
-from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.errors import UserError, errors_of
 from torchtitan.tools.logging import without_logs
@@ -42,18 +41,19 @@ def convert_model(
             "the model_converters leave nothing to train, since they freeze all parameters"
         )
     if frozen_dtype is not None and any(converter.freezes for converter in converters):
-        for layer in model.modules():
-            if isinstance(layer, (nn.Linear, StackedExperts)):
-                _cast_frozen(layer, frozen_dtype)
+        layers: list[tuple[nn.Module, Collection[str]]] = [
+            (layer, ("weight", "bias")) for layer in model.modules() if isinstance(layer, nn.Linear)
+        ]
+        for layer, names in layers + (
+            model.expert_matrices() if isinstance(model, BaseModel) else []
+        ):
+            _cast_frozen(layer, names, frozen_dtype)
 
 
-def _cast_frozen(layer: nn.Module, dtype: torch.dtype) -> None:
+def _cast_frozen(layer: nn.Module, names: Collection[str], dtype: torch.dtype) -> None:
     for name, parameter in layer.named_parameters(recurse=False):
         # Excludes parameters added by a converter.
-        if (
-            name in ("weight", "bias", *getattr(layer, "matrices", ()))
-            and not parameter.requires_grad
-        ):
+        if name in names and not parameter.requires_grad:
             # Assigning to `.data` would not change the dtype of a wrapper tensor, such as weights
             # gathered in float8.
             layer.register_parameter(

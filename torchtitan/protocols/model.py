@@ -125,6 +125,11 @@ class BaseModel(nn.Module, Configurable):
         """Return the routed experts of all layers, which expert parallelism divides."""
         return [module for module in self.modules() if isinstance(module, StackedExperts)]
 
+    def expert_matrices(self) -> list[tuple[nn.Module, Collection[str]]]:
+        """Return the modules of routed experts with the names of their matrices, which are held in
+        the type of products if they are frozen."""
+        return [(experts, experts.matrices) for experts in self.stacked_experts()]
+
     def units(self) -> list[nn.Module]:
         """Return the modules, in forward order, whose weights data parallelism gathers together;
         the last belongs to the head, if any. The model itself is the unit of all other weights."""

@@ -11,11 +11,13 @@ transformers = pytest.importorskip("transformers")
 from tests.equivalence.workers import Workers  # noqa: E402
 from tests.models.transformers.model_types import tiny_model  # noqa: E402
 from tests.models.transformers.test_weights import make_random, open_weights  # noqa: E402
+from torchtitan.components.peft import LoRA  # noqa: E402
 from torchtitan.config import ParallelismConfig  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed.expert_parallel import apply_expert_parallel  # noqa: E402
 from torchtitan.models.transformers import experts  # noqa: E402
 from torchtitan.models.transformers.model import TransformersModel  # noqa: E402
+from torchtitan.protocols.conversion import convert_model  # noqa: E402
 from torchtitan.tools.errors import UserError  # noqa: E402
 
 
@@ -46,6 +48,20 @@ def test_the_number_of_experts_must_be_divisible() -> None:
     dims = ParallelDims.from_config(ParallelismConfig(expert_parallel_degree=3), 3)
     with pytest.raises(UserError, match="expert_parallel_degree 3 does not divide .*experts 4"):
         dims.check_fits(tiny_model("mixtral"), 63)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_frozen_experts_have_the_type_of_products(model_type: str) -> None:
+    """As frozen linear layers do; gpt-oss's class stores its experts transposed."""
+    with torch.device("meta"):
+        model = tiny_model(model_type).build()
+    convert_model(model, [LoRA.Config(rank=2).build()], frozen_dtype=torch.bfloat16)
+    found = {
+        name.rpartition(".")[2]: parameter.dtype
+        for name, parameter in model.named_parameters()
+        if ".experts." in name and "bias" not in name
+    }
+    assert found == {"gate_up_proj": torch.bfloat16, "down_proj": torch.bfloat16}
 
 
 def test_a_mistake_in_the_exchange_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

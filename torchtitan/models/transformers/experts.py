@@ -64,7 +64,7 @@ class ClassExperts(StackedExperts):
 
     def _by_products(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
         pairs = Pairs.of(weights_NK, chosen_NK)
-        first, last = _matrices(self)
+        first, last = matrices_of(self)
         hidden_RH = self._linear(pairs.rows_of(x_ND), first, pairs)
         hidden_RH = self._apply_gate(hidden_RH) if self.has_gate else self.act_fn(hidden_RH)
         out_RD = self._linear(hidden_RH, last, pairs)
@@ -77,7 +77,7 @@ class ClassExperts(StackedExperts):
         return out + getattr(self, f"{name}_bias")[pairs.expert_R] if self.has_bias else out
 
 
-def _matrices(experts: Any) -> tuple[str, str]:
+def matrices_of(experts: Any) -> tuple[str, str]:
     """Return the parameters before and after the activation."""
     return ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
 
@@ -104,7 +104,7 @@ def stack_experts(model: nn.Module) -> list[StackedExperts]:
             assert isinstance(module, ClassExperts)
             module.n_experts = module.num_experts
             # Rows in few bits are outputs, which transposed matrices do not have as rows.
-            module.matrices = () if module.is_transposed else _matrices(module)
+            module.matrices = () if module.is_transposed else matrices_of(module)
             module.hidden_dims = dict.fromkeys(module.matrices)
             # Compiled blocks run the module around them uncompiled, since its sizes change.
             model.get_submodule(name.rpartition(".")[0]).is_compiled = False  # type: ignore[assignment]

@@ -22,7 +22,7 @@ from torchtitan.models.transformers.balance import (
 from torchtitan.models.transformers.context import ClassAttention
 from torchtitan.models.transformers.cross_attention import cross_attention_layers
 from torchtitan.models.transformers.description import build_class
-from torchtitan.models.transformers.experts import stack_experts
+from torchtitan.models.transformers.experts import fused_experts, matrices_of, stack_experts
 from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
 from torchtitan.models.transformers.head import ClassHead, OutputPlace, output_name
@@ -246,6 +246,9 @@ class TransformersModel(BaseModel):
 
     def stacked_experts(self) -> list[StackedExperts]:
         return stack_experts(self.model)
+
+    def expert_matrices(self) -> list[tuple[nn.Module, Collection[str]]]:
+        return [(each, matrices_of(each)) for each in fused_experts(self.model).values()]
 
     def units(self) -> list[nn.Module]:
         embedding = [self.model.get_input_embeddings()]
