@@ -3,12 +3,14 @@ and its answer: against the class called directly on what its processor makes of
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 from tests.conftest import PROJECT
@@ -62,20 +64,27 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Im
     return root, opened
 
 
+def inputs_of(folder: Path, prompts: list[str], answers: list[str], images: Any) -> dict[str, Any]:
+    """Return what the processor makes of prompts with images and their answers."""
+    texts = ["<image>" * len(some) + text for some, text in zip(images, prompts, strict=True)]
+    return dict(
+        reference_processor("paligemma", folder)(
+            images=images,
+            text=texts,
+            suffix=answers,
+            padding=True,
+            padding_side="right",
+            return_tensors="pt",
+        )
+    )
+
+
 def reference(folder: Path, prompts: list[str], images: Any) -> tuple[float, float]:
     """Return the mean loss of the answers, and the norm of its gradients, by the class alone."""
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
-    inputs = reference_processor("paligemma", folder)(
-        images=images,
-        text=["<image>" * len(some) + text for some, text in zip(images, prompts, strict=True)],
-        suffix=ANSWERS,
-        padding=True,
-        padding_side="right",
-        return_tensors="pt",
-    )
-    loss = model(**inputs).loss
+    loss = model(**inputs_of(folder, prompts, ANSWERS, images)).loss
     loss.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return float(loss.detach()), norm(gradients)
@@ -152,3 +161,58 @@ def test_other_forms_are_refused(ids: list[int], answer: int) -> None:
     FORM.check(np.array([9, 2, 5, 3]), None)
     with pytest.raises(BrokenSample, match="this model reads"):
         FORM.check(np.array(ids), np.arange(len(ids)) >= answer)
+
+
+@pytest.mark.slow
+def test_dpo_equals_that_of_the_class(folder: Path, images: Any, tmp_path: Path) -> None:
+    """With a reference of other weights; log-probabilities by the class alone, in float64."""
+    from transformers import AutoModelForImageTextToText
+
+    root, opened = images
+    names = [[f"{row}-{index}.png" for index in range(len(some))] for row, some in enumerate(SIZES)]
+    pairs = zip(PROMPTS, ANSWERS, names, strict=True)
+    rows = [
+        {"prompt": prompt, "chosen": answer, "rejected": "No.", "images": some}
+        for prompt, answer, some in pairs
+    ]
+    other = tmp_path / "reference"
+    shutil.copytree(folder, other)
+    models = [
+        AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32) for _ in range(2)
+    ]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for parameter in models[1].parameters():
+            parameter += 0.1 * torch.randn_like(parameter) * parameter.std()
+    models[1].save_pretrained(other)
+    sides = []
+    for answers in (ANSWERS, ["No."] * len(ANSWERS)):
+        inputs = inputs_of(folder, PROMPTS, answers, opened)
+        targets = inputs.pop("labels")[:, 1:]
+        found = []
+        for model in models:
+            logits = model(**inputs).logits[:, :-1].double()
+            chosen = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+            found.append(chosen.where(targets >= 0, 0).sum(-1))
+        sides.append(0.3 * (found[0] - found[1].detach()))
+    expected = -F.logsigmoid(sides[0] - sides[1]).mean()
+    expected.backward()
+    gradients = [p.grad for p in models[0].parameters() if p.grad is not None]
+    more = {"module": "preference", "config": "dpo_images", "training__max_norm": "inf"}
+    more |= {"training__local_batch_size": 3, "loss__beta": 0.3, "reference__path": other}
+    path = written(root, rows, "pairs.jsonl")
+    train(tmp_path / "run", **options(folder, path) | more)
+    [(_, loss, grad_norm)] = read_metrics(tmp_path / "run", "loss", "grad_norm")
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert grad_norm == pytest.approx(norm(gradients), rel=1e-5)
+
+
+def test_generation_is_refused(
+    folder: Path, images: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cache of the class cannot be tried with text alone, which sees later tokens."""
+    from torchtitan.cli.generate import generate
+
+    words = ["--checkpoint", str(folder), "--image", str(images[0] / "0-0.png"), "--prompt", "q"]
+    assert generate([*words, "--device", "cpu"]) == 2
+    assert "paligemma: its tokens see later ones" in capsys.readouterr().err
