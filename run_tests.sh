@@ -12,6 +12,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
 use_environment dev
 cd "$root"
+# Each process would compile the library and rewrite the assertions of all tests anew.
+unset PYTHONDONTWRITEBYTECODE
 # Three processes on two cores, since tests of several processes wait for each other. Each takes a
 # third of the tests in their order, so that few fixtures of a module are made twice.
 exec python -m pytest -n 3 --dist worksteal --durations=15 -m "not slow and not long" "$@"
