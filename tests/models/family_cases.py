@@ -838,7 +838,8 @@ def class_of(config: Any) -> Any:
     """Return the class of transformers for text of a configuration; `AutoModelForCausalLM` does not
     know Mistral 4."""
     known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    is_known = type(config) in known.keys()
+    # Not `.keys()`, which imports the configurations of all types.
+    is_known = type(config) in known
     return known[type(config)] if is_known else transformers.Mistral4ForCausalLM
 
 
