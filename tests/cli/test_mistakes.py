@@ -56,6 +56,16 @@ def test_conversations_for_pre_training(tokenizer, tmp_path):
         config.prepare(tokenizer=tokenizer)
 
 
+def test_plain_text_for_fine_tuning(tokenizer, tmp_path, caplog):
+    """Which is possible, and rarely meant."""
+    (tmp_path / "a.txt").write_text("Some text.")
+    for dataset, count in ((write(tmp_path / "a.jsonl", CHAT), 0), (str(tmp_path / "a.txt"), 1)):
+        config = SFTDataLoader.Config(dataset=[dataset], chat_template="alpaca")
+        config.cache_dir = str(tmp_path / "cache")
+        config.prepare(tokenizer=tokenizer)
+        assert caplog.text.count("use a configuration such as --config pretrain") == count
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [

@@ -26,6 +26,9 @@ from torchtitan.components.data.plan.mixture import check_per_dataset, check_wei
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
+from torchtitan.tools.redact import redact
+
+_PLAIN_TEXT = (".txt", ".md")
 
 
 class ConversationEncoder(RowEncoder):
@@ -93,6 +96,16 @@ class SFTDataLoader(PlannedDataLoader):
         max_epochs: list[float] = field(default_factory=list)
         """Maximum epochs of each dataset; empty: 1 with weights and without training.epochs,
         otherwise no limit."""
+
+        def prepare(self, *, tokenizer: Tokenizer) -> None:
+            PlannedDataLoader.Config.prepare(self, tokenizer=tokenizer)
+            for name in self.dataset:
+                if name.endswith(_PLAIN_TEXT):
+                    logger.warning(
+                        "%s is plain text, without questions and answers, and is trained on in "
+                        "full; for running text, use a configuration such as --config pretrain",
+                        redact(name),
+                    )
 
         def validate(self) -> None:
             PlannedDataLoader.Config.validate(self)
