@@ -12,6 +12,7 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.checkpoint.formats import format_of
 from torchtitan.components.data import PretrainDataLoader, SFTDataLoader
 from torchtitan.components.evaluation.tasks import check_harness
+from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.registry import load_config_function
 from torchtitan.models.pretrained import huggingface_model
@@ -86,6 +87,11 @@ def test_data_for_fine_tuning(names, message, tokenizer, tmp_path):
     )
     with pytest.raises(UserError, match=message.format(tmp_path)):
         config.build(tokenizer=tokenizer, seq_len=64, local_batch_size=1)
+
+
+def test_a_path_in_place_of_a_configuration():
+    with pytest.raises(UserError, match=r"use PretrainedTokenizer.Config\(\).build\(path=…\)"):
+        PretrainedTokenizer("DIR")  # type: ignore[arg-type]
 
 
 def test_files_that_are_no_models(tmp_path):

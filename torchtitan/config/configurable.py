@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import cache
@@ -160,6 +161,13 @@ class Configurable:
             return config
 
     def __init__(self, config: "Configurable.Config"):
+        if isinstance(config, str | Path):
+            names = [*inspect.signature(type(self).__init__).parameters][2:]
+            arguments = ", ".join(f"{name}=…" for name in names)
+            raise UserError(
+                f"{type(self).__name__}({str(config)!r}): the argument is a configuration, not a "
+                f"path; use {type(self).__name__}.Config().build({arguments})"
+            )
         self.config = config
 
     def __init_subclass__(cls, **kwargs: object) -> None:
