@@ -1,11 +1,13 @@
 """Mistakes of people who come from other libraries: one line with the remedy."""
 
+import dataclasses
 import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.conftest import PROJECT
 from torchtitan.components.checkpoint import CheckpointManager
@@ -15,6 +17,7 @@ from torchtitan.components.evaluation.tasks import check_harness
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.registry import load_config_function
+from torchtitan.models import llama3
 from torchtitan.models.pretrained import huggingface_model
 from torchtitan.tools.errors import UserError
 
@@ -92,6 +95,12 @@ def test_data_for_fine_tuning(names, message, tokenizer, tmp_path):
 def test_a_path_in_place_of_a_configuration():
     with pytest.raises(UserError, match=r"use PretrainedTokenizer.Config\(\).build\(path=…\)"):
         PretrainedTokenizer("DIR")  # type: ignore[arg-type]
+
+
+def test_tokens_without_a_batch():
+    config = dataclasses.replace(llama3.FLAVORS["debugmodel"], vocab_size=64)
+    with torch.device("meta"), pytest.raises(UserError, match=r"shape \(3,\), .*tokens\[None\]"):
+        config.build()(torch.tensor([1, 2, 3]))
 
 
 def test_files_that_are_no_models(tmp_path):

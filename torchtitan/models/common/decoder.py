@@ -380,6 +380,11 @@ class Decoder(BaseModel):
             head: called with hidden states, output weights and `head_inputs`.
         """
         device = tokens_BL.device
+        if tokens_BL.ndim < 2:
+            raise UserError(
+                f"the tokens have the shape {tuple(tokens_BL.shape)}, without a batch; pass "
+                "tokens[None], of shape (1, length)"
+            )
         if attention is None:
             attention = AttentionMetadata.of_rows(*tokens_BL.shape[:2])
         if self.has_routers and (self.training or attention.experts_BLNK is not None):
