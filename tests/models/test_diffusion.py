@@ -9,6 +9,8 @@ import torch
 
 from tests.flux_reference import flux_velocity
 from torchtitan.cli.convert import convert
+from torchtitan.experiments.flow_matching.config_registry import flux_captions
+from torchtitan.foresight.profile import find_facts
 from torchtitan.models import dit, flux
 from torchtitan.models.common.diffusion import from_patches, to_patches
 from torchtitan.models.pretrained import load_model
@@ -183,6 +185,19 @@ def test_guidance_counts_as_computation():
         )
     added = 6 * (guided.num_parameters() - without.num_parameters())
     assert guided.flops_per_token(1) - without.flops_per_token(1) == added
+
+
+def test_few_layers_of_flux_count_for_all():
+    """Foresight, and so `torchtitan plan`, measures models of the first layers."""
+    config = flux.FLAVORS["dev"]
+    counts = [config.with_layers(n) for n in (2, 3, 4)]
+    assert [(one.n_double, one.n_single) for one in counts] == [(1, 1), (2, 1), (2, 2)]
+    spec = flux.model_registry("dev")
+    facts = find_facts(dataclasses.replace(flux_captions(), model_spec=spec))
+    assert facts.prefixes.lengths == (2, 3, 4)
+    # After one of each, 18 double and 37 single ones are left: the third model less the second is
+    # a single layer, and the second less the first a double one.
+    assert facts.prefixes.weights == pytest.approx((-18 / 55, (18 - 37) / 55, 37 / 55))
 
 
 def test_patches_return_to_images():

@@ -1,8 +1,8 @@
 """The transformer of FLUX.1 (Black Forest Labs 2024), as in diffusers' `FluxTransformer2DModel`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +73,22 @@ class FluxModel(ImageModel):
         @builds(lambda: FluxModel)
         def build(self) -> Any:
             """Build the model on the current device."""
+
+        @property
+        def n_layers(self) -> int:
+            return self.n_double + self.n_single
+
+        @property
+        def layer_kinds(self) -> list[object]:
+            """Kinds in turn, as far as both have layers, so that a model of the first few has
+            both."""
+            pairs = min(self.n_double, self.n_single)
+            others = "double" if self.n_double > pairs else "single"
+            return [*["double", "single"] * pairs, *[others] * (self.n_layers - 2 * pairs)]
+
+        def with_layers(self, n_layers: int) -> Self:
+            first = self.layer_kinds[:n_layers]
+            return replace(self, n_double=first.count("double"), n_single=first.count("single"))
 
         def validate(self) -> None:
             ImageModel.Config.validate(self)
