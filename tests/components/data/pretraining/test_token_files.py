@@ -320,6 +320,15 @@ class TestLitdata:
                 split_documents(open_tokens(str(tmp_path / name), tokenizer, tmp_path)) == documents
             )
 
+    @pytest.mark.parametrize("place", [0, 4, 9, 20, 13 * 4 + 4])
+    def test_a_damaged_offset_is_an_error(self, place, documents, tokenizer, tmp_path):
+        chunk = Path(write_litdata(tmp_path / "data", documents)) / "chunk-0-1.bin"
+        content = bytearray(chunk.read_bytes())
+        content[place] ^= 128
+        chunk.write_bytes(content)
+        with raises(f"{chunk} does not divide its tokens into documents"):
+            split_documents(open_tokens(str(chunk.parent), tokenizer, tmp_path))
+
     def test_refused(self, documents, tokenizer, tmp_path):
         with raises("holds litdata's items of type str int, not uncompressed tokens"):
             open_tokens(

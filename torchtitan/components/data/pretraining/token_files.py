@@ -274,8 +274,14 @@ def _litdata(path: Path, n_items: int, n_tokens: int) -> TokenFile:
 
 def _litdata_offsets(file: TokenFile) -> Array:
     with open_regular(file.path) as opened:
-        opened.seek(4)
-        offsets = np.fromfile(opened, np.uint32, file.start // 4 - 1).astype(np.int64)
+        n_items, *numbers = np.fromfile(opened, np.uint32, file.start // 4).tolist()
+    offsets = np.array(numbers, np.int64)
+    is_ascending = bool((np.diff(offsets) >= 0).all())
+    ends = [file.start, file.path.stat().st_size]
+    if not is_ascending or [offsets[0], offsets[-1]] != ends or n_items != len(offsets) - 1:
+        raise UserError(
+            f"{file.path} does not divide its tokens into documents; write the folder again"
+        )
     return (offsets - offsets[0]) // np.dtype(file.dtype).itemsize
 
 
