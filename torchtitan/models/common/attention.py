@@ -498,13 +498,13 @@ class GroupedQueryAttention(ScaledScores):
             x.unflatten(-1, (-1, self.head_dim)) for x in (q_BLE, k_BLE, v_BLE)
         )
         if rope is not None and self.rotates_first:
-            q_BLHD, k_BLKD = apply_rope(q_BLHD, rope), apply_rope(k_BLKD, rope)
+            q_BLHD, k_BLKD = _rotated(q_BLHD, k_BLKD, rope)
         if self.q_norm is not None and self.k_norm is not None:
             q_BLHD, k_BLKD = self.q_norm(q_BLHD), self.k_norm(k_BLKD)
         if self.v_norm is not None:
             v_BLKD = self.v_norm(v_BLKD)
         if rope is not None and not self.rotates_first:
-            q_BLHD, k_BLKD = apply_rope(q_BLHD, rope), apply_rope(k_BLKD, rope)
+            q_BLHD, k_BLKD = _rotated(q_BLHD, k_BLKD, rope)
         if self.sinks is not None:
             q_BLHD = self.sinks(q_BLHD)
         attended = self.attend(q_BLHD, k_BLKD, v_BLKD, attention)
@@ -539,6 +539,16 @@ class GroupedQueryAttention(ScaledScores):
         if self.gated:
             q_HD = torch.cat((q_HD, torch.ones_like(q_HD)), dim=1)
         return [*rows_of(self.wq, q_HD.flatten()), *k_rows]
+
+
+def _rotated(q_BLHD: Tensor, k_BLKD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Apply the position embedding to queries and keys."""
+    if q_BLHD.shape[1] > 1 or not on_cpu(q_BLHD):
+        return apply_rope(q_BLHD, rope), apply_rope(k_BLKD, rope)
+    # Of single tokens, calls take more time than copies.
+    n_heads = q_BLHD.shape[2]
+    both = apply_rope(torch.cat((q_BLHD, k_BLKD), dim=2), rope)
+    return both[:, :, :n_heads], both[:, :, n_heads:]
 
 
 def _make_norm(norm: NormFactory | None, width: int) -> nn.Module | None:
