@@ -38,6 +38,13 @@ def with_calculator(row: dict[str, Any], rng: random.Random, *, uses_tool: bool)
     return {"messages": messages, "tools": Calculator.tools}
 
 
+def sum_demonstrations(n: int) -> list[dict[str, Any]]:
+    """Return conversations about the sums to learn from; half of them call the tool."""
+    rng = random.Random(0)
+    learned = sum_rows(rng)[:70]  # the same ones as below
+    return [with_calculator(rng.choice(learned), rng, uses_tool=i % 2 == 0) for i in range(n)]
+
+
 def game_rows(names: list[str]) -> list[dict[str, Any]]:
     """Return games of all secrets."""
     return [
@@ -76,7 +83,8 @@ if __name__ == "__main__":
     demos += [game(rng.choice(games), rng) for _ in range(1000)]
     rng.shuffle(demos)
     write("demonstrations.jsonl", demos)
+    write("sum_demonstrations.jsonl", sum_demonstrations(4000))
     write("sums.jsonl", learned)
-    write("sums_held_out.jsonl", held_out)
+    write("sums_held_out.jsonl", held_out * 4)
     write("games.jsonl", games)
     write("games_held_out.jsonl", game_rows(NAMES[8:]) * 10)

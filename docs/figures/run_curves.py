@@ -1,5 +1,5 @@
-"""Draw the figures of docs/post_training.md and docs/recipe.md: `python docs/figures/run_curves.py
-FOLDER`.
+"""Draw the figures of docs/post_training.md, docs/agents.md and docs/recipe.md: `python
+docs/figures/run_curves.py FOLDER`.
 
 FOLDER contains the dump folders of its runs, named as on the page. Missing runs are skipped.
 """
@@ -13,6 +13,13 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 FIGURES: dict[str, list[tuple[str, list[tuple[str, str, str]]]]] = {
+    "agents": [
+        (
+            "share of held-out sums that are right",
+            [("calculated", "validation_reward", "")],
+        ),
+        ("calls of the tool per training answer", [("calculated", "rewards/calls", "")]),
+    ],
     "assistant": [
         ("pre-training: loss of held-out stories", [("pretrain", "validation_loss", "")]),
         (
