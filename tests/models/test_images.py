@@ -455,7 +455,10 @@ def test_tensor_parallelism_changes_nothing(
     "model_type",
     [
         "qwen3_vl",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("smolvlm", "gemma3", "mllama")),
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("smolvlm", "gemma3", "mllama", "granite4_vision")
+        ),
     ],
 )
 def test_answers_equal_those_of_transformers(

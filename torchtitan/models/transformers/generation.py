@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan.components.generation import KVCache
@@ -14,6 +15,7 @@ from torchtitan.models.transformers.cross_attention import cross_attention_argum
 from torchtitan.models.transformers.description import transformers_config
 from torchtitan.models.transformers.tiny import CLONE_TOLERANCE, TEXT_IDS, random_clone, trial
 from torchtitan.protocols.attention import AttentionMetadata
+from torchtitan.protocols.images import TOKEN_TYPES
 
 
 class ClassCache(KVCache):
@@ -69,8 +71,14 @@ class ClassCache(KVCache):
         mask_BS = (torch.arange(all_BS.shape[1], device=tokens_BL.device) >= n_padding_B1).long()
         takes = inspect.signature(model.forward).parameters
         more: dict[str, Any] = {}
-        if self._images is not None and self._tokens_BL is None:
-            more = dict(self._images)
+        if self._images is not None and not self._remembered:
+            # A class without a cache, such as Granite 4 Vision, reads the images each time.
+            more = {
+                name: F.pad(value, (0, all_BS.shape[1] - value.shape[1]))
+                if name.endswith(TOKEN_TYPES)
+                else value
+                for name, value in self._images.items()
+            }
         if self._images is not None:
             more |= cross_attention_arguments(model, all_BS, self._images)
         if "position_ids" in takes:
@@ -79,7 +87,7 @@ class ClassCache(KVCache):
             all_BS,
             next_sequence_length=self._n_new if self._remembered else None,
             attention_mask=mask_BS,
-            is_first_iteration=self._tokens_BL is None,
+            is_first_iteration=not self._remembered,
             use_cache=True,
             **more,
             **self._remembered,
@@ -125,7 +133,7 @@ def has_cache(document: Mapping[str, object], implementation: str | None) -> boo
     same logits with its cache and padding as without."""
     text_1L = torch.tensor(TEXT_IDS)[None, :20]
     padded_1S, positions_1S = (
-        torch.nn.functional.pad(text_1L, (5, 0)),
+        F.pad(text_1L, (5, 0)),
         torch.arange(-5, 20)[None].clamp(min=0),
     )
     steps = zip(
