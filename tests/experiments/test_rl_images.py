@@ -12,9 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.models.test_images import ABSENT_PACKAGES
 from tests.processes import run_processes
 from tests.tiny_vision import (
     VISION_TYPES,
+    parts_in,
     reference_inputs,
     text_of,
     vision_folder,
@@ -39,12 +41,21 @@ NOT_EQUAL = pytest.mark.xfail(
     reason="what the class computes depends on the padding, by 5e-3",
     strict=True,
 )
+MORE = (
+    *("aria", "chameleon", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_vl_hybrid"),
+    *("dots3_note", "ernie4_5_vl_moe", "exaone4_5", "gemma3n", "glm4v_moe", "glm5_next", "glm_ocr"),
+    *("glmga", "granite4_vision", "granite_docling", "hyperclovax_vision_v2", "idefics2", "janus"),
+    *("lfm3_vl", "llava_next_video", "minicpmv4_6", "mistral_large4", "molmo2", "pp_chart2table"),
+    *("qianfan_ocr", "qwen3_5_moe", "video_llava"),
+)
+"""Further types, with other mechanisms."""
+MARKS = ({"hunyuan_vl": NOT_EQUAL}, ABSENT_PACKAGES)
 TYPES = [
     FAST,
     *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
     *(
-        pytest.param(name, marks=[pytest.mark.long, *[NOT_EQUAL] * (name == "hunyuan_vl")])
-        for name in VISION_TYPES
+        pytest.param(name, marks=[pytest.mark.long, *(m[name] for m in MARKS if name in m)])
+        for name in (*VISION_TYPES, *MORE)
         if name not in (FAST, *SLOW)
     ),
 ]
@@ -200,10 +211,10 @@ def log_probs_of(model: Any, trajectory: Trajectory, inputs: dict[str, Any]) -> 
     assert trajectory.tokens[:n_prompt] == inputs["input_ids"][0].tolist()
     n_new = len(trajectory.tokens) - n_prompt - 1  # the last one may be of an image
     whole = {**inputs, "input_ids": torch.tensor([trajectory.tokens[:-1]])}
-    for name in ("attention_mask", "token_type_ids", "mm_token_type_ids"):
-        if name in inputs:
+    for name, values in inputs.items():
+        if name == "attention_mask" or name.endswith("token_type_ids"):
             end = torch.full((1, n_new), int(name == "attention_mask"))
-            whole[name] = torch.cat((inputs[name], end), dim=1)
+            whole[name] = torch.cat((values, end), dim=1)
     logits = model(**whole).logits[0, n_prompt - 1 :]
     new = torch.tensor(trajectory.tokens[n_prompt:])
     return logits.log_softmax(-1).gather(1, new[:, None])[:, 0]
@@ -234,7 +245,7 @@ def test_a_step_equals_the_class(model_type: str, folders: Any, data: Any, tmp_p
     folder = folders(model_type)
     source, conversations, images = data
     other = changed_model(folder, tmp_path / "reference")
-    options = {"policy__beta": BETA, "reference__path": other}
+    options = {"policy__beta": BETA, "reference__path": other, "model__train": parts_in(folder)}
     trainer = run(config_of(folder, source, tmp_path / "run", **options), CapturingGRPO)
     assert isinstance(trainer, CapturingGRPO)
     model, reference = (
