@@ -4,6 +4,7 @@ for any head, and refusals of models that do not train."""
 import importlib
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,10 @@ from torchtitan.tools.errors import UserError
 transformers = pytest.importorskip("transformers")
 
 from torchtitan.models.transformers.balance import ClassBalance  # noqa: E402
-from torchtitan.models.transformers.description import TRUST_VARIABLE  # noqa: E402
+from torchtitan.models.transformers.description import (  # noqa: E402
+    TRUST_VARIABLE,
+    transformers_config,
+)
 from torchtitan.models.transformers.model import TransformersModel  # noqa: E402
 from torchtitan.models.transformers.tiny import tiny_config  # noqa: E402
 from torchtitan.protocols.attention import AttentionMetadata  # noqa: E402
@@ -412,6 +416,20 @@ def test_what_does_not_train_is_refused(
         with torch.device("meta"):
             spec.model.build()
     assert "\n" not in str(error.value)
+
+
+def test_a_configuration_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects are new: a change of one does not reach the next."""
+    document = json.loads(transformers.LlamaConfig(num_hidden_layers=3).to_json_string())
+    first = transformers_config(document, vocab_size=99)
+    first.num_hidden_layers = 1
+    read = mock.Mock()
+    monkeypatch.setattr(transformers.LlamaConfig, "from_dict", read)
+    again = transformers_config(document)
+    assert (again.num_hidden_layers, again.vocab_size) == (3, 32000)
+    read.assert_not_called()
+    transformers_config(document | {"num_hidden_layers": 2})
+    read.assert_called_once()
 
 
 def test_an_own_family_comes_first(tmp_path: Path) -> None:

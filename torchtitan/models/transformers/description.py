@@ -48,6 +48,9 @@ _ABOUT_ROPE = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 _own_classes: dict[type, Any] = {}
 """Class of a configuration → class of its models, both from code in models' folders."""
 
+_read_configs: dict[str, Any] = {}
+"""Text of a document → its configuration object, without code of models' folders."""
+
 
 def model_classes() -> dict[str, list[str]]:
     """Return model_type → names of the classes that train here, the preferred one first, for every
@@ -172,8 +175,8 @@ def transformers_config(document: Mapping[str, Any], vocab_size: int | None = No
     """Return transformers' configuration object for a `checked_document`, with another vocabulary
     size. Raise `UserError` for code that may not be executed, since a checkpoint's `model.json` may
     hold any document."""
-    cls: Any
     if "auto_map" in document:
+        cls: Any
         if not _own_code(document):
             raise UserError(_refusal(document))
         names = [document["auto_map"][kind] for kind in ("AutoConfig", "AutoModelForCausalLM")]
@@ -181,13 +184,24 @@ def transformers_config(document: Mapping[str, Any], vocab_size: int | None = No
             get_class_from_dynamic_module(name, document[FOLDER_KEY]) for name in names
         )
         _own_classes[cls] = model_class
+        config = cls.from_dict(copy.deepcopy(dict(document)))
     else:
-        cls = CONFIG_MAPPING[document["model_type"]]
-    config = cls.from_dict(copy.deepcopy(dict(document)))
+        config = _known_config(document)
     for part in (config, config.get_text_config(decoder=True)):
         if vocab_size is not None and hasattr(part, "vocab_size"):
             part.vocab_size = vocab_size
     return config
+
+
+def _known_config(document: Mapping[str, Any]) -> Any:
+    """Return a new configuration object of a type that transformers knows. It checks each value,
+    and formats the whole for a log, so each document is read only once: a run needs it twenty
+    times."""
+    key = repr(document)
+    if key not in _read_configs:
+        cls = CONFIG_MAPPING[document["model_type"]]
+        _read_configs[key] = cls.from_dict(copy.deepcopy(dict(document)))
+    return copy.deepcopy(_read_configs[key])
 
 
 def class_of(config: Any) -> tuple[Any, Any]:
