@@ -223,11 +223,17 @@ def in_projector(model_type: str, name: str) -> bool:
     return bool(re.match(_TYPES[model_type].projector, name))
 
 
-def text_of(folder: Path, messages: Conversation, **options: Any) -> str:
-    """Return the text of a conversation, by transformers."""
+@functools.lru_cache
+def reference_tokenizer(folder: Path) -> Any:
+    """Return transformers' tokenizer of a folder."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def text_of(folder: Path, messages: Conversation, **options: Any) -> str:
+    """Return the text of a conversation, by transformers."""
+    tokenizer = reference_tokenizer(folder)
     return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 

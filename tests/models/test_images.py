@@ -26,6 +26,7 @@ from tests.tiny_vision import (
     in_projector,
     parts_in,
     reference_inputs,
+    reference_tokenizer,
     set_training,
     text_of,
     vision_folder,
@@ -117,20 +118,28 @@ def options(model: Path, rows: Path, **more: Any) -> dict[str, Any]:
     }
 
 
+def class_of_transformers(folder: Path) -> Any:
+    """Return the class with the weights of a folder, for training."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    set_training(model)
+    return model
+
+
 def reference(
     model_type: str,
     folder: Path,
     conversations: list[Any],
     images: list[Any],
     with_gradients: bool = True,
+    model: Any = None,
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return the mean loss of the answers, and its gradients, by the class alone."""
-    from transformers import AutoModelForImageTextToText, AutoTokenizer
-
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    set_training(model)
+    """Return the mean loss of the answers, and its gradients, by the class alone: by `model`, or by
+    a new one."""
+    model = model or class_of_transformers(folder)
     inputs = reference_inputs(model_type, folder, conversations, images)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = reference_tokenizer(folder)
     labels = torch.full_like(inputs["input_ids"], -100)
     for row, messages in enumerate(conversations):
         answer = messages[-1]["content"] + "<|im_end|>"
@@ -204,9 +213,12 @@ def test_loss_and_gradients_equal_those_of_the_class(
     of float32 with sums in another order; other pixels change the loss by more."""
     folder = folders(model_type)
     rows, conversations, images = data
-    loss, gradients = reference(model_type, folder, conversations, images)
+    model = class_of_transformers(folder)
+    loss, gradients = reference(model_type, folder, conversations, images, model=model)
     inverted = [[ImageOps.invert(image) for image in sample] for sample in images]
-    other, _ = reference(model_type, folder, conversations, inverted, with_gradients=False)
+    other, _ = reference(
+        model_type, folder, conversations, inverted, with_gradients=False, model=model
+    )
     assert abs(other / loss - 1) > 1e-4
     for name, packing in (("rows", {}), ("packed", PACKED)):
         chosen = options(folder, rows) | packing
