@@ -74,12 +74,20 @@ TEXT = [
 ]
 
 
+LAYERS = {
+    "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+}
+"""Type → one layer of each kind, if a tiny model has more: transformers computes Mamba token by
+token."""
+
+
 def write_model(model_type: str, folder: Path) -> None:
     """Save a tiny random model of a type without a family here, with a tokenizer."""
     config = tiny_config(decoder_config(model_type))
     config.vocab_size = 2048
     dropouts = [key for key in config.to_dict() if "drop" in key]
-    for name, value in {**TOKEN_IDS, **dict.fromkeys(dropouts, 0.0)}.items():
+    changes = {**TOKEN_IDS, **dict.fromkeys(dropouts, 0.0), **LAYERS.get(model_type, {})}
+    for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.commands import RunningCommand
 from tests.experiments.test_rl import OPTIONS, folder, train_on_ranks, train_rl  # noqa: F401
 from tests.processes import run_processes
 from tests.training import flags, killed_in, read_metrics
@@ -185,7 +186,7 @@ def test_a_killed_process_loses_no_prompt(folder, slow, straight, tmp_path):  # 
     command += ["--config", "grpo", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for n_steps, seconds in ((2, 0.0), (4, 0.05)):
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+        process = RunningCommand(command, env=environment, stderr=subprocess.DEVNULL)
         ledger, deadline = tmp_path / "ledger.jsonl", time.monotonic() + 120
         while not ledger.exists() or len(ledger.read_bytes().splitlines()) < n_steps:
             assert process.poll() is None and time.monotonic() < deadline
