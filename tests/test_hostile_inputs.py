@@ -4,7 +4,6 @@ import dataclasses
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_command
 from tests.conftest import PROJECT
 from tests.hostile_inputs import attempt as attempts
 from tests.hostile_inputs import mutators
@@ -133,5 +133,5 @@ def test_mutators_are_seeded_and_change_something(mutator) -> None:
 def test_hostile_files(cases: int) -> None:
     command = [sys.executable, "-m", "tests.hostile_inputs", "--cases", str(cases)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    tried = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True)
+    tried = run_command(command, cwd=PROJECT, env=environment, timeout=3600)
     assert tried.returncode == 0, tried.stdout + tried.stderr
