@@ -118,11 +118,10 @@ def _sample_row(
             continue
         try:
             text = _content(archive, member).decode()
-            row = (
-                object_row(where, parse_json(text))
-                if kind == "json"
-                else Row(where, {"text": text} if kind == "txt" else {LABEL: text.strip()})
-            )
+            if kind == "json":
+                row = object_row(where, parse_json(text))
+            else:
+                row = Row(where, {"text": text} if kind == "txt" else {LABEL: text.strip()})
             values |= row.values or {}
             errors += [row.error] if row.error else []
         except ValueError as failure:  # also if it is not UTF-8
