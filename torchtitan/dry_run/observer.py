@@ -1,7 +1,6 @@
 """Observes every operation on this process's own tensors."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from torchtitan.tools.torch_private import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Operation:
     """An operation that was called. Its tensors are plain or fake."""
 
@@ -29,21 +28,27 @@ class Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
+    _new_tensors: list[Tensor] | None = None
 
     @property
     def name(self) -> str:
         name: str = self.func.overloadpacket.__name__
         return name
 
-    @functools.cached_property
+    @property
     def new_tensors(self) -> list[Tensor]:
         """The results that are not in the memory of an argument."""
-        old = {
-            storage_key(tensor.untyped_storage()) for tensor in tensors_in((self.args, self.kwargs))
-        }
-        return [
-            one for one in tensors_in(self.result) if storage_key(one.untyped_storage()) not in old
-        ]
+        if self._new_tensors is None:
+            old = {
+                storage_key(tensor.untyped_storage())
+                for tensor in tensors_in((self.args, self.kwargs))
+            }
+            self._new_tensors = [
+                one
+                for one in tensors_in(self.result)
+                if storage_key(one.untyped_storage()) not in old
+            ]
+        return self._new_tensors
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
