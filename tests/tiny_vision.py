@@ -249,9 +249,10 @@ def set_training(model: Any) -> None:
 
 
 def in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return inputs of a class in float32: Llama 4's processor rounds pixels to bfloat16."""
+    """Return inputs of a class in float32: Llama 4's processor rounds pixels to bfloat16. Lists,
+    such as Unlimited-OCR's of crops, stay."""
     return {
-        name: value.float() if value.is_floating_point() else value
+        name: value.float() if torch.is_tensor(value) and value.is_floating_point() else value
         for name, value in inputs.items()
     }
 
