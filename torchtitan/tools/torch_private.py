@@ -438,10 +438,14 @@ def parameter_entries(module: "nn.Module") -> dict[str, Any]:
     return module._parameters
 
 
-def forward_pre_hooks(module: "nn.Module") -> Iterable[Any]:
-    """Return the functions called before a module's `forward`; the public interface can only add
-    them."""
-    return module._forward_pre_hooks.values()
+def forward_hooks(module: "nn.Module | None") -> list[Any]:
+    """Return the functions called before and after a module's `forward`, with None of every
+    module; the public interface can only add them."""
+    import torch.nn.modules.module as of_all
+
+    if module is None:
+        return [*of_all._global_forward_pre_hooks.values(), *of_all._global_forward_hooks.values()]
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def end_loader_workers(iterator: Any) -> None:

@@ -206,6 +206,25 @@ def test_a_graph_is_not_destroyed_while_it_runs(graphs, monkeypatch):
     assert ("replay", "destroyed") not in pairs
 
 
+@pytest.mark.parametrize("kind", ["before", "after", "after every module"])
+def test_hooks_are_called_for_each_token(graphs, kind):
+    """Hooks of users, which may keep the activations of all tokens."""
+    model, calls = small_model(), []
+    layer = model.layers["1"]
+    handle = {
+        "before": layer.register_forward_pre_hook,
+        "after": layer.register_forward_hook,
+        "after every module": torch.nn.modules.module.register_module_forward_hook,
+    }[kind](lambda module, *_: calls.append(module) if module is layer else None)
+    try:
+        generate(model, [[5]], max_new_tokens=20)
+    finally:
+        handle.remove()
+    assert len(calls) == 20
+    generate(model, [[5]], max_new_tokens=20)
+    assert graphs.captures > 0
+
+
 def test_a_batch_that_changes_often_is_not_recorded(graphs):
     engine = Engine(small_model(), sampling=SAMPLING, max_rows=2)
     engine.run([engine.generate([1, 2], max_new_tokens=2 + n % 3, key=str(n)) for n in range(9)])

@@ -16,7 +16,7 @@ from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.device import send
 from torchtitan.tools.errors import UserError, in_words
-from torchtitan.tools.torch_private import CheckpointWrapper
+from torchtitan.tools.torch_private import CheckpointWrapper, forward_hooks
 
 SWITCH = "TORCHTITAN_CUDA_GRAPHS"
 """Environment variable; 0: decode without graphs."""
@@ -76,8 +76,9 @@ def graphs_for(model: BaseModel, compute: Compute) -> "Callable[[KVCache], Decod
     """Return a function that makes the graphs of a batch in a cache. None if the device has no
     graphs, or if the host takes part in a step: weights that are sharded, offloaded or packed,
     experts (some of whose products read their sizes), blocks with activation checkpointing (which
-    reads the state of random numbers), LongRoPE (whose factors it sends). Raise `UserError` if a
-    recording has failed in this process."""
+    reads the state of random numbers), LongRoPE (whose factors it sends), hooks of other code
+    (which a repeated step would not call). Raise `UserError` if a recording has failed in this
+    process."""
     if _failure:
         raise _failed_error()
     weights = list(model.parameters())
@@ -88,6 +89,10 @@ def graphs_for(model: BaseModel, compute: Compute) -> "Callable[[KVCache], Decod
     )
     has_host_work = any(
         isinstance(module, StackedExperts | CheckpointWrapper) for module in model.modules()
+    ) or any(
+        not str(getattr(hook, "__module__", "")).startswith("torchtitan.")
+        for module in (None, *model.modules())
+        for hook in forward_hooks(module)
     )
     is_possible = (
         device.type in CAPTURES and is_plain and not has_host_work and not model.cache_boundaries()

@@ -15,7 +15,7 @@ from torchtitan.protocols.images import ImageInputs
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.sharded import is_dtensor
-from torchtitan.tools.torch_private import forward_pre_hooks
+from torchtitan.tools.torch_private import forward_hooks
 
 NOT_FINITE_HINT = (
     "the weights may be damaged, training may have diverged, or values are too large for --dtype"
@@ -90,7 +90,7 @@ def reject_partial_model(model: nn.Module) -> None:
         raise UserError(
             "a pipeline stage cannot generate text: it has only some of the model's layers"
         )
-    hooks = (hook for module in model.modules() for hook in forward_pre_hooks(module))
+    hooks = (hook for module in model.modules() for hook in forward_hooks(module))
     if any(getattr(hook, "__module__", None) == context_parallel.__name__ for hook in hooks):
         raise UserError(
             "a model under context parallelism cannot generate text: each rank has only some of "
