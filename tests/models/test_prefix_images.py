@@ -163,6 +163,14 @@ def test_other_forms_are_refused(ids: list[int], answer: int) -> None:
         FORM.check(np.array(ids), np.arange(len(ids)) >= answer)
 
 
+def test_a_second_question_is_refused() -> None:
+    """Its tokens would not see each other both ways, other than those of the first."""
+    ids = np.array([9, 2, 5, 3, 6, 4, 5, 3, 6, 4])
+    FORM.check(ids, np.isin(np.arange(len(ids)), [4]))  # the rest of the answer may be untrained
+    with pytest.raises(BrokenSample, match="write a row for each question"):
+        FORM.check(ids, np.isin(np.arange(len(ids)), [4, 5, 8, 9]))
+
+
 @pytest.mark.slow
 def test_dpo_equals_that_of_the_class(folder: Path, images: Any, tmp_path: Path) -> None:
     """With a reference of other weights; log-probabilities by the class alone, in float64."""

@@ -56,6 +56,11 @@ class PrefixForm:
                 "this model reads a prompt of one line, and is trained on the answer after it; "
                 "write the prompt without line breaks, and train on the answer only"
             )
+        if trained is not None and (np.diff(trained[answer:].astype(np.int8)) > 0).any():
+            raise BrokenSample(
+                "this model reads one prompt and its answer, and the text has a later answer; "
+                "write a row for each question"
+            )
 
 
 def find_prefix_form(processor: Any, tokenizer: Tokenizer, image: Any) -> PrefixForm | None:
@@ -70,7 +75,7 @@ def find_prefix_form(processor: Any, tokenizer: Tokenizer, image: Any) -> Prefix
         )
     except Exception:  # processors raise various types
         return None
-    if "labels" not in outputs:
+    if not {"labels", "token_type_ids"} <= outputs.keys():
         return None
     [ids], [types] = outputs["input_ids"], outputs["token_type_ids"]
     image_ids, q_ids, a_ids, line_ids = tokenizer.tokenize(
