@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, Qwen3VLProcessor
@@ -113,6 +114,30 @@ def test_processor_that_returns_no_offsets(tmp_path: Path, monkeypatch: Any) -> 
     processor = ImageProcessor.from_folder(folder, tokenizer)
     assert processor.replacements(sizes) == expected
     assert len(set(map(len, expected))) == 2
+
+
+def test_tokens_of_an_image_that_the_template_writes(tmp_path: Path) -> None:
+    """config.json may name the token as either name of the class, and leaves out its defaults; a
+    checkpoint of a run has no config.json."""
+    folder = vision_folder("pp_chart2table", tmp_path)
+    tokenizer = PretrainedTokenizer.Config().build(path=folder)
+    processor = ImageProcessor.from_folder(folder, tokenizer)
+    image_id = processor.token_id
+    assert processor.n_placeholders(np.array([1, *[image_id] * 8, 2, *[image_id] * 4])) == 3
+    for ids in ([image_id] * 5, [image_id, 1, image_id, image_id, image_id]):
+        with pytest.raises(UserError, match=f"writes {ids.count(image_id)} tokens <imgpad>"):
+            processor.n_placeholders(np.array(ids))
+    file = folder / "config.json"
+    values = json.loads(file.read_text())
+    values["image_token_id"] = values.pop("image_token_index")
+    del values["image_seq_length"]
+    file.write_text(json.dumps(values))
+    of_default = ImageProcessor.from_folder(folder, tokenizer)
+    assert (of_default.token_id, of_default.n_written) == (image_id, 576)
+    assert of_default.fingerprint != processor.fingerprint  # of the lengths of samples
+    file.unlink()
+    with pytest.raises(UserError, match="has no config.json, which names the tokens of an image"):
+        ImageProcessor.from_folder(folder, tokenizer)
 
 
 def test_a_class_that_takes_lists_gets_lists() -> None:

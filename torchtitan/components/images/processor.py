@@ -58,9 +58,9 @@ _OF_TEXT = frozenset(
 _OF_BOTH = frozenset({"cross_attention_mask"})
 """Results that depend on text and images; the call of the class makes them of token ids."""
 
-_WRITTEN = {"PPChart2TableProcessor": "image_token_index"}
-"""Processors that leave all tokens of an image to the chat template → the field of config.json with
-the id of the token. All images have as many, `image_seq_length` of config.json."""
+_WRITTEN = frozenset({"PPChart2TableProcessor"})
+"""Processors that leave all tokens of an image to the chat template. All images have as many,
+`image_seq_length` of config.json, which also has the id of the token."""
 
 _JOINED = frozenset({"PerceptionLMProcessor"})
 """Processors that do not stack images with different numbers of tiles. Their classes join the tiles
@@ -77,7 +77,7 @@ class ImageProcessor:
     """The processor of a model's folder; create it with `from_folder`."""
 
     token_id: int
-    """Id of the token that the chat template writes once per image."""
+    """Id of the token that the chat template writes `n_written` times for an image."""
     token: str
     """The text of this token."""
     files: dict[str, Path]
@@ -116,7 +116,7 @@ class ImageProcessor:
         check_packages()
         with without_logs():
             processor = open_processor(folder, back_end)
-        self = cls(processor, tokenizer, read_object(folder / "config.json"))
+        self = cls(processor, tokenizer, folder)
         self.files = files
         found = back_end_of(processor.image_processor)
         image_class = type(processor.image_processor).__name__
@@ -125,12 +125,13 @@ class ImageProcessor:
                 f"--dataloader.image_back_end {back_end}: {image_class} is computed with {found} "
                 f"only; choose {found} or auto"
             )
-        self.fingerprint = _digest([contents, self._name, image_class, found], found)
+        written = [self.token, self.n_written] if self.n_written > 1 else []
+        self.fingerprint = _digest([contents, self._name, image_class, found, *written], found)
         logger.info(f"images: {self._name} of '{folder}', computed with {found}")
         self._try()
         return self
 
-    def __init__(self, processor: Any, tokenizer: Tokenizer, config: Mapping[str, Any]):
+    def __init__(self, processor: Any, tokenizer: Tokenizer, folder: Path):
         self._processor = processor
         self._tokenizer = tokenizer
         self._name = type(processor).__name__
@@ -139,8 +140,8 @@ class ImageProcessor:
         self.n_written = 1
         self.prefix_form = None
         if not self.token and self._name in _WRITTEN:
-            self.n_written = int(config["image_seq_length"])
-            self.token = tokenizer.decode([int(config[_WRITTEN[self._name]])])
+            written_id, self.n_written = _written_tokens(folder, self._name)
+            self.token = tokenizer.decode([written_id])
         if not self.token:
             raise UserError(
                 f"{self._name} has no token that stands for an image in a text: its class takes "
@@ -463,6 +464,20 @@ def _blank_images(sizes: Sequence[Size]) -> list["Image"]:
     from PIL import Image
 
     return [Image.new("RGB", size) for size in sizes]
+
+
+def _written_tokens(folder: Path, name: str) -> tuple[int, int]:
+    """Return the id of the token that a chat template writes for an image, and how often. Raise
+    `UserError` without a config.json."""
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"'{folder}' has no config.json, which names the tokens of an image for {name}; use "
+            "the folder of the published model, or one of `torchtitan convert --to hf`"
+        )
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return config.image_token_id, config.image_seq_length
 
 
 def _digest(parts: Sequence[Any], back_end: str) -> str:
