@@ -192,6 +192,19 @@ def test_a_file_of_any_size_fits_the_memory(written):
         assert not cache.is_complete(mark)
 
 
+def test_the_limit_of_a_file_grows_with_the_results_of_a_token(tmp_path, monkeypatch):
+    """A teacher may have all tokens of a vocabulary for each position."""
+    monkeypatch.setattr(sequence_cache, "_MOST_TOKENS", 3)
+    monkeypatch.setattr(sequence_cache, "_MOST_HEADER_BYTES", 1000)
+    results = {"log_probs": TokenResult(torch.float32, (2000,))}
+    cache = SequenceCache(tmp_path, [], results=results)
+    batch, longer = batch_of([[1, 2, 3]]), batch_of([[1, 2, 3, 4]])
+    for one in (batch, longer):
+        cache.write(one, {"log_probs": torch.zeros(*one["input"].shape, 2000)})
+    assert cache.holds(batch)
+    assert not cache.holds(longer)
+
+
 def test_a_mark_lists_what_it_stands_for(written, caplog):
     cache, batch, results, file = written
     mark = cache.mark("data")

@@ -32,8 +32,14 @@ FORMAT_VERSION = 2
 VERIFIED_FILES = 1024
 """Evenly spaced files of complete data to verify at the start, including the first and the last."""
 
-_MOST_BYTES = 1 << 31
-"""More than the results of a sequence have: a million tokens with 256 likely ones of a teacher."""
+_MOST_TOKENS = 1 << 22
+"""More than a sequence has."""
+
+_MOST_HEADER_BYTES = 1 << 24
+"""More than the header of a file of results has, with the checksums of all blocks."""
+
+_MOST_MARK_BYTES = 1 << 31
+"""Of a mark: the names of 45 million sequences."""
 
 _CHECKSUMS = "checksums"
 _NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{30}\.safetensors")
@@ -89,6 +95,11 @@ class SequenceCache:
             result.dtype.itemsize * math.prod(result.shape) for result in self.results.values()
         )
 
+    @property
+    def _most_bytes(self) -> int:
+        """More than the file of a sequence has."""
+        return _MOST_TOKENS * self.bytes_per_token + _MOST_HEADER_BYTES
+
     def mark(self, data: object) -> Path:
         """Return the file that lists the files of all sequences of `data`, JSON values, once these
         are complete."""
@@ -98,7 +109,7 @@ class SequenceCache:
         """Return whether all files that a mark lists are there, and `VERIFIED_FILES` of them (all
         if `verify`) are not damaged. Raise `UserError` if a damaged file cannot be renamed."""
         with contextlib.suppress(OSError, ValueError):
-            check, *names = read_regular(mark).decode().splitlines()
+            check, *names = read_regular(mark, most=_MOST_MARK_BYTES).decode().splitlines()
             if check != _check_of(names) or not all(map(_NAME.fullmatch, names)):
                 logger.warning("%s is damaged; it is rewritten", mark)
                 return False
@@ -148,7 +159,7 @@ class SequenceCache:
         parts: list[tuple[dict[str, Tensor], int]] = []
         for sequence in self._sequences(batch):
             try:
-                tensors = _decoded(sequence.file)
+                tensors = _decoded(sequence.file, self._most_bytes)
                 _check_results(tensors, len(sequence.is_labeled), self.results)
                 _check_usable(tensors, sequence)
             except (OSError, ValueError) as error:
@@ -187,7 +198,7 @@ class SequenceCache:
     def _is_whole(self, file: Path) -> bool:
         """Return whether a file is there and not damaged. Rename a damaged one, with a warning."""
         try:
-            tensors = _decoded(file)
+            tensors = _decoded(file, self._most_bytes)
             n_tokens = max((len(x) for x in tensors.values() if x.ndim), default=0)
             _check_results(tensors, n_tokens, self.results)
         except FileNotFoundError:
@@ -240,10 +251,10 @@ def _encoded(name: str, tensors: Mapping[str, Tensor]) -> bytes:
     return safetensors.torch.save(dict(tensors), metadata=metadata)
 
 
-def _decoded(file: Path) -> dict[str, Tensor]:
+def _decoded(file: Path, most_bytes: int) -> dict[str, Tensor]:
     """Return the tensors of a file. Raise `FileNotFoundError` or another `OSError` if it cannot be
     read, `ValueError` if it is damaged."""
-    content = read_regular(file, most=_MOST_BYTES)
+    content = read_regular(file, most=most_bytes)
     try:
         tensors = safetensors.torch.load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
