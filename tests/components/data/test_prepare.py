@@ -41,7 +41,7 @@ from tests.components.data.helpers import (
 from tests.conftest import PROJECT, file_size_limit
 from tests.replacements import REPLACEMENTS
 from torchtitan.cli.main import main
-from torchtitan.components.checkpoint.filesystem import RemoteFolder, folder_at
+from torchtitan.components.checkpoint.filesystem import LocalFolder, RemoteFolder, folder_at
 from torchtitan.components.data import PretrainDataLoader
 from torchtitan.components.data.finetuning import planned_loader
 from torchtitan.components.data.finetuning.filters import FilterConfig
@@ -1150,9 +1150,12 @@ class TestErrors:
         for file in files:
             content = file.read_bytes()
             file.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
-            with raises(f"{part} is damaged ("):
+            with pytest.raises(UserError, match=f"{part} is damaged [(]"):
                 merge(made, 1)
             file.write_bytes(content)
+        (part / "blocks.json").rename(tmp_path / "blocks.json")
+        with pytest.raises(UserError, match=f"; remove it, or {part.parent} if an earlier version"):
+            merge(made, 1)
         shutil.rmtree(part)
         made.write_all(made.missing(), 1)
         merge(made, 1)
@@ -1161,6 +1164,25 @@ class TestErrors:
         other.write_all(other.missing(), 1)
         merge(other, 1)
         assert made.place.read("manifest.json") == other.place.read("manifest.json")
+
+    def test_a_store_that_fails_is_not_called_damage(
+        self, corpus, tokenizer, tmp_path, monkeypatch
+    ):
+        """Its parts would be removed."""
+        made = preparation(corpus, tmp_path / "out", tokenizer)
+        made.begin()
+        made.write_all(made.missing(), 1)
+        monkeypatch.setattr(stored, "ATTEMPTS", 1)
+        own = LocalFolder.read
+
+        def failing(folder, name):
+            if name == "items.bin":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return own(folder, name)
+
+        monkeypatch.setattr(LocalFolder, "read", failing)
+        with pytest.raises(UserError, match="^reading .*/items.bin failed 1 times: Input/output"):
+            merge(made, 1)
 
     def test_other_tokenizer(self, corpus, tokenizer, tmp_path):
         prepared(corpus, tmp_path / "out", tokenizer)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan.components.checkpoint.filesystem import Folder, read_document
-from torchtitan.components.data.disk_cache import BLOCKS_FILE, check_content
+from torchtitan.components.data.disk_cache import BLOCKS_FILE, check_content, readable
 from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.finetuning.row_formats import RowFormat
@@ -31,7 +31,6 @@ from torchtitan.components.data.sources.source import Source
 from torchtitan.components.data.sources.stored import with_patience
 from torchtitan.components.tokenizer import ArrayEncoder, Tokenizer
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
 
 HASH_BYTES = 16
 ITEM = np.dtype(
@@ -238,15 +237,16 @@ def read_json(folder: Folder, name: str) -> bytes:
 
 
 def read_part(folder: Folder, name: str) -> bytes:
-    """Return the content of a file of a complete part. Raise `UserError` if it does not match its
-    checksums."""
-    try:
+    """Return the content of a file of a complete part. Raise `UserError` if it cannot be read, or
+    does not match its checksums, which parts of earlier versions lack."""
+    parts = str(folder).rpartition("/")[0]
+    remedy = (
+        f"; remove it, or {parts} if an earlier version of torchtitan wrote it, and run the "
+        "command again"
+    )
+    with readable(folder, remedy):
         content = read(folder, name)
         check_content(content, name, read_json(folder, BLOCKS_FILE))
-    except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise UserError(
-            f"{folder} is damaged ({error}); remove it, and run the command again"
-        ) from error
     return content
 
 
