@@ -182,6 +182,15 @@ def test_a_mixture_without_weights_is_read_once_per_epoch(one_file, tokenizer, t
         assert as_lists(take(resumed, 8)) == as_lists(batches[place : place + 8])
 
 
+def test_weights_are_the_remedy_for_an_unknown_size(tmp_path, one_file, tokenizer):
+    """A registered dataset is streamed with any `--dataloader.stream`."""
+    register_dataset("no-size", HubDataset(path=str(tmp_path)))
+    config = PretrainDataLoader.Config(dataset=["no-size", str(one_file)], cache_dir=str(tmp_path))
+    loader = config.build(tokenizer=tokenizer, seq_len=SEQ_LEN, local_batch_size=1)
+    with pytest.raises(UserError, match="unknown: .* each dataset [(]--dataloader.weights"):
+        next(loader)
+
+
 def test_all_ranks_read_the_commit_that_rank_0_finds(tokenizer, monkeypatch):
     """A push may come between the hub's answers to two ranks."""
 

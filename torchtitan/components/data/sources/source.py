@@ -332,7 +332,8 @@ class StreamSource:
         except Exception as error:  # of `open`
             raise UserError(
                 f"the size of a stream is unknown: {self.read_failure(error)}; check the network, "
-                "or copy the data (--dataloader.stream none)"
+                "give the share of each dataset (--dataloader.weights), or copy the data "
+                "(--dataloader.stream none)"
             ) from error
         return sum(sizes) * len(files) // len(some)
 
