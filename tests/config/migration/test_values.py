@@ -89,6 +89,8 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "training.mixed_precision_param": "float32",
         "training.seq_len": 512,
     },
+    f"python run_clm.py {TRL} --do_eval": {"validator.dataset": ["org/d[validation]"]},
+    f"python train.py {TRL} --do_eval": {"validator.dataset": ["org/d[test]"]},
     "python train.py --model_name_or_path org/m --train_file a.txt --validation_file b.txt "
     "--block_size 64 --do_eval --fp16": {
         "dataloader.dataset": ["a.txt"],

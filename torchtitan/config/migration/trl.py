@@ -150,7 +150,9 @@ def _data(migration: Migration) -> list[str]:
         dataset = migration.dataset(str(name), config, None, train)
         migration.take("dataset_name", "dataloader.dataset", [dataset])
         if not is_local(str(name)):  # a file has no splits
-            test = migration.get("dataset_test_split", "test")
+            # transformers' script for language models evaluates on another split than TRL
+            default = "validation" if migration.config == "pretrain" else "test"
+            test = migration.get("dataset_test_split", default)
             held_out = [migration.dataset(str(name), config, None, test)]
         for key in ("dataset_config", "dataset_config_name"):
             if migration.get(key) is not None:
