@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING
 
 from torchtitan.models import llama3, qwen3
+from torchtitan.models.transformers.description import build_class
+from torchtitan.models.transformers.flops import _EqualLayers, _WithoutValues, forward_flops
 from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.models.transformers.tiny import tiny_config
 
@@ -84,3 +88,68 @@ def test_each_layer_adds_the_same():
 
     one, two, many = (operations(layers) for layers in (1, 2, 30))
     assert many == pytest.approx(one + 29 * (two - one), rel=1e-12) and one > 0
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "gemma3_text",  # layers with windows and without
+        "gemma4_text",  # layers that share keys and values
+        "qwen3_next",  # delta nets and attention
+        "nemotron_h",  # Mamba, attention and feed-forward layers
+    ],
+)
+def test_equal_layers_count_as_often_as_they_run(model_type):
+    config = tiny_config(CONFIG_MAPPING[model_type]())
+    with torch.device("meta"):
+        plain, each = (build_class(config, "eager").eval().bfloat16() for _ in range(2))
+    tokens = torch.zeros(1, 64, dtype=torch.long, device="meta")
+    with torch.no_grad(), _WithoutValues(), FlopCounterMode(display=False) as counter:
+        each(input_ids=tokens, use_cache=False)
+    counted = forward_flops(plain, 64, is_recurrent=False)
+    assert 64 * counted == counter.get_total_flops() > 0
+
+
+def test_equal_layers_run_once():
+    config = tiny_config(CONFIG_MAPPING["gemma3_text"]())
+    config.num_hidden_layers, config.layer_types = 6, ["sliding_attention", "full_attention"] * 3
+    with torch.device("meta"):
+        plain = build_class(config, "eager").eval()
+    ran = []
+    for layer in plain.model.layers:
+        layer.mlp.register_forward_hook(lambda module, args, result: ran.append(module))
+    forward_flops(plain, 64, is_recurrent=False)
+    assert len(ran) == 2  # one of each kind
+
+
+def test_layers_of_other_widths_and_arguments_differ():
+    narrow, wide = nn.Linear(8, 8, device="meta"), nn.Linear(8, 16, device="meta")
+    model = nn.Sequential()
+    model.layers = nn.ModuleList([narrow, nn.Linear(8, 8, device="meta"), wide])
+    layers = _EqualLayers(model)
+    rows = torch.empty(3, 8, device="meta")
+
+    def run() -> None:
+        for n_rows, layer in zip((3, 2, 3), model.layers, strict=True):
+            layer(rows[:n_rows])
+
+    assert layers.count(run) == 2 * 8 * (3 * 8 + 2 * 8 + 3 * 16)
+
+
+def test_a_layer_that_writes_into_its_arguments_always_runs():
+    class Writer(nn.Module):
+        def forward(self, written: list[int]) -> None:
+            written.append(1)
+
+    model, x_DD = nn.Module(), torch.empty(4, 4, device="meta")
+    model.layers = nn.ModuleList([Writer(), Writer()])
+    layers = _EqualLayers(model)
+
+    def run() -> None:
+        for layer in model.layers:
+            written: list[int] = []
+            layer(written)
+            for _ in written:
+                x_DD @ x_DD
+
+    assert layers.count(run) == 2 * (2 * 4**3)

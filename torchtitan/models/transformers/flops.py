@@ -1,12 +1,15 @@
 """Counts the operations of a transformers class in its forward pass on tensors without memory."""
 
-from collections.abc import Iterable
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from torchtitan.models.transformers.balance import returns_router_loss
 from torchtitan.protocols.model import BaseModel, converted_modules
 from torchtitan.tools.logging import logger
 from torchtitan.tools.torch_private import (
@@ -20,6 +23,9 @@ _STEP = 64
 """Length of the shortest of three passes whose operations are extrapolated; chunks of recurrent
 layers divide it."""
 
+_LAYER_NUMBER = re.compile("layer|idx|index")
+"""Part of the name of a field with the number of a layer."""
+
 
 class _WithoutValues(TorchDispatchMode):
     """Answers checks of values, such as whether a mask hides anything, with no."""
@@ -30,20 +36,116 @@ class _WithoutValues(TorchDispatchMode):
         return False if func is reading_operation() else func(*args, **(kwargs or {}))
 
 
+class _EqualLayers:
+    """Counts the operations of equal layers of a model on the meta device once. A later layer
+    returns the result of an equal one: they would differ in values, and there are none.
+
+    Layers are items of a list of modules. They are equal if their modules have the same types,
+    fields and shapes of parameters, and their arguments have the same shapes. A layer always runs
+    if an argument is neither tensor, number nor text, nor a collection of them, and if it changes
+    its fields or arguments. `model` stays changed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._repeated = 0
+        self._known: dict[object, tuple[int, Any]] = {}  # operations and result
+        for owner in model.modules():
+            if isinstance(owner, nn.ModuleList):
+                for index, layer in enumerate(owner):
+                    run = functools.partial(self._run, index, layer, layer.forward)
+                    vars(layer)["forward"] = run
+
+    def count(self, run: Callable[[], object]) -> int:
+        """Return the operations of `run`, which calls the model."""
+        self._repeated = 0
+        with _WithoutValues(), FlopCounterMode(display=False) as self._counter:
+            run()
+        return self._so_far()
+
+    def _so_far(self) -> int:
+        return self._counter.get_total_flops() + self._repeated
+
+    def _run(
+        self, index: int, layer: nn.Module, compute: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        def facts() -> object:
+            return _facts_of_layer(layer, index), _facts_of((args, kwargs))
+
+        try:
+            key = facts()
+        except TypeError:  # of an argument
+            return compute(*args, **kwargs)
+        if key in self._known:
+            flops, result = self._known[key]
+            self._repeated += flops
+            return result
+        before = self._so_far()
+        result = compute(*args, **kwargs)
+        if facts() == key:
+            self._known[key] = self._so_far() - before, result
+        return result
+
+
+def _facts_of_layer(layer: nn.Module, index: int) -> object:
+    """Return all that the operations of a layer depend on, without its number `index`."""
+    return tuple(
+        (
+            name,
+            type(module),
+            _facts_of(dict(module.named_parameters(recurse=False))),
+            _facts_of(dict(module.named_buffers(recurse=False))),
+            tuple(
+                (key, _facts_of_field(key, value, index))
+                for key, value in vars(module).items()
+                if not key.startswith("_") and key != "forward"
+            ),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def _facts_of_field(name: str, value: object, index: int) -> object:
+    if type(value) is int and value == index and _LAYER_NUMBER.search(name):
+        return "the number of the layer"
+    try:
+        if isinstance(value, functools.partial):  # as of an activation function
+            return id(value.func), _facts_of((value.args, value.keywords))
+        return _facts_of(value)
+    except TypeError:
+        return id(value)
+
+
+def _facts_of(value: object) -> object:
+    """Return what tells tensors without values, or collections of them, from others. Raise
+    `TypeError` for other objects."""
+    if isinstance(value, Tensor):
+        return "tensor", value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_facts_of, value))
+    if isinstance(value, Mapping):
+        return type(value), tuple((key, _facts_of(item)) for key, item in value.items())
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+        return type(value), value
+    raise TypeError(f"{type(value)} may hold anything")
+
+
 def forward_flops(plain: nn.Module, seq_len: int, *, is_recurrent: bool) -> float:
     """Return the operations per token of a forward pass over windows of `seq_len` tokens: matrix
     products and convolutions, in attention over the whole square. A recurrent class may loop over
     tokens, so that longer passes are extrapolated: operations are a polynomial of the length, of
     degree 2. A class that reads values, as to group tokens by expert, is taken to use every matrix
-    once, with a warning. `plain` is the class on the meta device with attention "eager"; its type
-    changes."""
+    once, with a warning. `plain` is the class on the meta device with attention "eager"; it stays
+    changed."""
     plain.bfloat16()  # grouped products know no other type
     flop_formulas()
 
+    # The loss of routers reads what each layer records, also of equal ones.
+    repeated = nn.Module() if returns_router_loss(plain.config) else plain
+    layers = _EqualLayers(repeated)
+
     def count(length: int) -> int:
-        with _WithoutValues(), FlopCounterMode(display=False) as counter:
-            plain(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
-        return counter.get_total_flops()
+        tokens = torch.zeros(1, length, dtype=torch.long)
+        return layers.count(lambda: plain(input_ids=tokens, use_cache=False))
 
     try:
         with torch.device("meta"), torch.no_grad():
