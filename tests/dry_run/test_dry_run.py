@@ -4,6 +4,7 @@ processes."""
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -11,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 import torchtitan.dry_run.microbatch_replay as microbatch_replay
 from tests.commands import run_command
@@ -27,6 +30,7 @@ from torchtitan.models.common import cpu_attention
 from torchtitan.models.llama4 import Llama4Model, model_registry
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.torch_private import cutting_own_shards
 from torchtitan.trainer import Trainer
 
 LAYOUTS = {
@@ -309,3 +313,17 @@ def test_8b_is_within_10_percent_of_the_published_memory():
     assert report.optimizer_bytes == 8 * report.parameters + 4 * 291
     assert report.peak_reserved_bytes / 2**30 == pytest.approx(RUNS[name].gib, rel=0.10)
     assert time.perf_counter() - start < 300
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (3,), (16, 2), (0, 4)])
+def test_shards_without_those_of_others_equal_fsdp(shape):
+    """The original function makes the shards of all ranks."""
+    tensor = torch.arange(math.prod(shape)).view(shape)
+    for n_ranks in (1, 2, 4, 17):
+        wanted = _fsdp_param._chunk_with_empty(tensor, n_ranks, 0)
+        with cutting_own_shards():
+            found = _fsdp_param._chunk_with_empty(tensor, n_ranks, 0)
+        assert type(found) is not list
+        for rank, one in enumerate(wanted):
+            assert torch.equal(found[rank], one) and found[rank].stride() == one.stride()
+    assert type(_fsdp_param._chunk_with_empty(tensor, 2, 0)) is list

@@ -29,9 +29,15 @@ from torchtitan.dry_run.work_tracker import Work, WorkTracker
 from torchtitan.protocols.conversion import convert_model
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.images import ImageInputs
+from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
-from torchtitan.tools.torch_private import FakeTensorMode, fsdp_parameters, gathered_weights
+from torchtitan.tools.torch_private import (
+    FakeTensorMode,
+    cutting_own_shards,
+    fsdp_parameters,
+    gathered_weights,
+)
 from torchtitan.trainer import StepResult, Trainer
 from torchtitan.trainer.agreement import Agreement
 
@@ -119,6 +125,11 @@ class FakeTrainer(Trainer):
 
     def lock_folder(self) -> None:
         """Do nothing; a dry run writes no files that need a lock."""
+
+    def shard(self, part: nn.Module, spec: ModelSpec, *, offloaded: bool = False) -> nn.Module:
+        """Shard a model in time that does not grow with the number of ranks."""
+        with cutting_own_shards():
+            return super().shard(part, spec, offloaded=offloaded)
 
     def build_dataloader(
         self, config: BaseDataLoader.Config, *, epochs: int | None

@@ -375,6 +375,36 @@ def fsdp_parameters(modules: Iterable["nn.Module"]) -> Iterator[Any]:
             yield from group.fsdp_params
 
 
+class _Chunks:
+    """The parts of a tensor for `n` ranks along a dimension, as in `torch.chunk`; parts of further
+    ranks are empty."""
+
+    def __init__(self, tensor: "torch.Tensor", n: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._size = -(-tensor.shape[dim] // n)
+
+    def __getitem__(self, rank: int) -> "torch.Tensor":
+        start, end = rank * self._size, self._tensor.shape[self._dim]
+        if start >= end > 0:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._size, end - start))
+
+
+@contextlib.contextmanager
+def cutting_own_shards() -> Iterator[None]:
+    """Let FSDP cut only the shard of this rank from a parameter in the block. It makes one for each
+    rank, which takes seconds per thousand ranks and is most of its work on tensors without
+    memory."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    original = _fsdp_param._chunk_with_empty
+    _fsdp_param._chunk_with_empty = _Chunks  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _fsdp_param._chunk_with_empty = original
+
+
 def gathered_weights(record: object) -> list["Tensor"]:
     """Return the whole weight of an `fsdp_parameters` record, after it was first gathered; FSDP
     hides it."""
