@@ -1,6 +1,8 @@
 """Counts communication and computation from the operations that a program executes."""
 
+import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -8,6 +10,7 @@ import torch.distributed as dist
 
 from torchtitan.dry_run.observer import Observer, Operation, tensors_in
 from torchtitan.tools.torch_private import (
+    OpOverload,
     current_backward_pass,
     flop_formulas,
     group_by_name,
@@ -87,7 +90,7 @@ class WorkTracker(Observer):
         return sum(one.flops * calls for one, calls in self.work.items() if isinstance(one, Kernel))
 
     def observe(self, operation: Operation) -> None:
-        inputs, result = (operation.args, operation.kwargs), operation.result
+        result = operation.result
         if operation.func.namespace in _COMMUNICATION_NAMESPACES:
             self._count_message(
                 operation.name, [*operation.args, *operation.kwargs.values(), result]
@@ -100,7 +103,7 @@ class WorkTracker(Observer):
                 self._phase(),
                 _dtype_of((operation.args, result)),
                 flops,
-                _count_bytes(inputs) + written,
+                _count_bytes(operation.inputs) + written,
                 _is_causal(operation),
             )
             self.work[kernel] += 1
@@ -180,9 +183,14 @@ def _flops_of(operation: Operation) -> int:
         samples, heads, length, width = q_BHLD.shape
         flops: int = 2 * samples * heads * length * k_BKMD.shape[2] * (width + v_BKMD.shape[3])
         return 2 * flops if is_backward else flops
-    formulas, in_place = (
-        flop_formulas(),
-        getattr(torch.ops.aten, operation.name.removesuffix("_"), None),
-    )
-    formula = formulas.get(operation.func.overloadpacket) or formulas.get(in_place)
+    formula = _formula_of(operation.func)
     return formula(*operation.args, **operation.kwargs, out_val=operation.result) if formula else 0
+
+
+@functools.cache
+def _formula_of(func: OpOverload) -> Callable[..., int] | None:
+    """Return the function of an operation's arguments that counts its floating-point operations;
+    None: it has none."""
+    formulas, packet = flop_formulas(), func.overloadpacket
+    outside = getattr(torch.ops.aten, packet.__name__.removesuffix("_"), None)
+    return formulas.get(packet) or formulas.get(outside)
