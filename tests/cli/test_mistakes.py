@@ -103,6 +103,13 @@ def test_tokens_without_a_batch():
         config.build()(torch.tensor([1, 2, 3]))
 
 
+@pytest.mark.parametrize("wrong", [64, -1])
+def test_ids_outside_the_vocabulary(wrong):
+    model = dataclasses.replace(llama3.FLAVORS["debugmodel"], vocab_size=64, n_layers=1).build()
+    with pytest.raises(UserError, match=f"token id {wrong} is outside .* of 64 .ids 0 to 63"):
+        model(torch.tensor([[63, wrong]]))
+
+
 def test_files_that_are_no_models(tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     with pytest.raises(UserError, match="is a GGUF file, .*; use the folder of the model"):

@@ -393,7 +393,7 @@ class Decoder(BaseModel):
         if positions_BL is None:
             positions_BL = torch.arange(attention.max_seqlen, device=device)[None]
         # The last stage has a tied embedding, but gets hidden states.
-        hidden_BLD = tokens_BL if tokens_BL.is_floating_point() else self.embed(tokens_BL)
+        hidden_BLD = tokens_BL if tokens_BL.is_floating_point() else self._embedded(tokens_BL)
         inputs = BatchInputs(
             attention,
             positions_BL,
@@ -416,6 +416,22 @@ class Decoder(BaseModel):
             last = calls[-1]
             head = self.training_head(head, tokens_BL, positions_BL, last.rope, last.attention)
         return self.head(hidden_BLD, tied_VD, head, **head_inputs)
+
+    def _embedded(self, tokens_BL: Tensor) -> Tensor:
+        """Return the result of `embed`. Raise `UserError` for ids outside the vocabulary on a CPU;
+        on a GPU, the host would have to wait for the tokens."""
+        try:
+            return self.embed(tokens_BL)
+        except IndexError as error:
+            assert self.config.vocab_size is not None, "checked in __init__"
+            size = self.config.vocab_size
+            wrong = tokens_BL[(tokens_BL < 0) | (tokens_BL >= size)]
+            if not len(wrong):
+                raise
+            raise UserError(
+                f"token id {int(wrong[0])} is outside the model's vocabulary of {size:,} (ids 0 to "
+                f"{size - 1}); encode the text with the model's own tokenizer"
+            ) from error
 
     def _layer_calls(self, inputs: BatchInputs) -> list[LayerCall]:
         """Return this stage's layers with their inputs, without those after the last layer."""
