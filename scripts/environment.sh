@@ -55,6 +55,11 @@ use_environment() {
     # A build for CUDA of a supported version, which takes gigabytes to download.
     local has_torch='import sys, torch; '
     has_torch+='sys.exit(not (torch.version.cuda and torch.__version__ >= (2, 11)))'
+    # Also if the active environment suffices, since then the mistake would have no effect.
+    if [ -n "${PYTHON:-}" ] && ! command -v "$PYTHON" > /dev/null; then
+        echo "PYTHON is $PYTHON, which is not a program; set it to Python 3.11 or newer" >&2
+        exit 1
+    fi
     if active_environment_suffices "$extra"; then return; fi
     state=$(
         cat "$root/pyproject.toml" "$root/constraints.txt" <(echo "$root") | cksum | cut -d' ' -f1
@@ -62,7 +67,7 @@ use_environment() {
     # Written when a set-up is complete, so that one that was interrupted is repeated.
     if [ ! -e "$venv/.installed-$state$extra" ]; then
         if ! command -v "$python" > /dev/null; then
-            echo "PYTHON is $python, which is not a program; set it to Python 3.11 or newer" >&2
+            echo "there is no program $python; set PYTHON to Python 3.11 or newer" >&2
             exit 1
         fi
         if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
