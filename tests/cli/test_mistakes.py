@@ -159,6 +159,9 @@ def test_a_file_as_a_task(tmp_path, monkeypatch):
         check_harness(["mine.yaml"], None, "--include_path")
     with pytest.raises(UserError, match=r"'mine.csv' is a file, and no task: questions are in"):
         check_harness(["mine.csv"], None, "--include_path")
+    (tmp_path / "mine.jsonl").touch()
+    with pytest.raises(UserError, match=r"name it with --callbacks.evaluation.files mine.jsonl"):
+        check_harness(["mine.jsonl"], None, "--callbacks.evaluation.include_path")
 
 
 def test_an_export_type_without_an_export():

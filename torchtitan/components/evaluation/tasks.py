@@ -159,6 +159,9 @@ def _reject_file(name: str, option: str) -> None:
             f"{path.parent} and name that"
         )
     kind = "folder" if path.is_dir() else "file"
+    if path.suffix in SUFFIXES:  # a run names its files in an option of their own
+        files = option.replace("include_path", "files")
+        raise UserError(f"'{name}' is a file, and no task of lm-eval; name it with {files} {name}")
     raise UserError(
         f"'{name}' is a {kind}, and no task: questions are in .jsonl, texts in .txt and .md, and "
         f"lm-eval's tasks in YAML files of the folder {option} DIR"
