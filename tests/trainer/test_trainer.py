@@ -10,6 +10,7 @@ import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -478,6 +479,12 @@ class TestCheck:
         assert "no validation" in caplog.text
         assert read_validation(tmp_path) == []
         assert BaseDataLoader.Config().for_validation("") is None
+
+    def test_validation_data_without_validation_warns(self, tmp_path, caplog):
+        config = tiny_config(tmp_path, validator__dataset=["a.jsonl"], validator__enable=False)
+        with caplog.at_level("WARNING", logger="torchtitan"):
+            assert Trainer.build_validator(SimpleNamespace(config=config)) is None
+        assert "--validator.dataset is set, but validation is off" in caplog.text
 
 
 @pytest.mark.long

@@ -517,6 +517,11 @@ class Trainer(Configurable):
                     "no validation: the training data has no validation split; set "
                     "--validator.dataset"
                 )
+            elif self.config.validator.dataset:
+                logger.warning(
+                    "no validation: --validator.dataset is set, but validation is off; set "
+                    "--validator.enable"
+                )
             return None
         return self.config.validator.build(
             model_parts=self.trained_parts,
