@@ -1211,6 +1211,8 @@ def test_many_parts_open_fast_and_in_little_memory(corpus, tokenizer, tmp_path):
         "digest": bytes_digest(index.tobytes()),
     }
     manifest |= {"splits": {"train": entry}, "digest": digest_of({"train": entry})}
+    del manifest["manifest"]
+    manifest["manifest"] = digest_of(manifest)
     path.write_text(json.dumps(manifest))
     memory, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     tokens = open_tokens(tmp_path / "out", tokenizer, tmp_path)
