@@ -182,6 +182,16 @@ PAID_BY_BOTH = [
 ]
 
 PAID_BY_NEITHER = [
+    # Two digits with a zero may be day and month.
+    ("01/02", "0.5"),
+    ("0.5", "The answer is 01/02."),
+    ("12/5", "12/05"),
+    (r"x \le 5", "x < 5"),
+    ("n! = 5", "n != 5"),
+    (r"\emptyset", "0"),
+    ("0", r"x \in [0,∞)"),
+    (r"x \in [0, \infty)", "0"),
+    ("0", r"The answer is x \in [0, \infty)."),
     # Words before and after the number.
     ("4", "half of 4"),
     ("4", "a quarter of 4"),
@@ -386,6 +396,12 @@ PAID_BY_NEITHER = [
 ]
 
 PAID_BY_MATH = [
+    # Spellings of one symbol.
+    (r"x \le 5", r"x\leq 5"),
+    ("x ≤ 5", "x <= 5"),
+    (r"x \neq 5", r"x \ne 5"),
+    (r"x \in [0, \infty)", r"x \in [0,∞)"),
+    (r"\emptyset", r"\varnothing"),
     ("A", "The answer is A."),
     ("A", "Answer: A because it is larger"),
     (r"\pi", "π"),

@@ -201,9 +201,13 @@ def _is_unit(text: str, value: Fraction) -> bool:
     return is_counted(text, value) and CHANGES_BEFORE_IT.search(text) is None
 
 
+_DATE = re.compile(r"0[0-9] ?/ ?[0-9]{2}|[0-9]{2} ?/ ?0[0-9]")
+
+
 def _value_of(text: str) -> Fraction | None:
-    """Return the exact value of a number without sign; None if too large, or a division by 0."""
-    if len(text) > _MAX_DIGITS:
+    """Return the exact value of a number without sign; None if too large, a division by 0, or a
+    fraction such as `01/02`, which may be a date."""
+    if len(text) > _MAX_DIGITS or _DATE.fullmatch(text):
         return None
     for name, form in _FORMS.items():
         if match := form.fullmatch(text):

@@ -52,6 +52,7 @@ _FORMULA = re.compile(rf"{_TOKENS}|[-+*/^_().{{}}!|&\[\]\s])+")
 _AMBIGUOUS = re.compile(
     r"[0-9][eE][-+]?[0-9]|[0-9]\s*\\[dt]?frac|[0-9]\s+[0-9]|[-+*/^.]\s*[*/^.]|/[^-+]*/|[0-9}]\s*_|"
     r"(?<![0-9])(?:[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}|[0-9]{1,2}-[0-9]{1,2}-[0-9]{4})(?![0-9])|"
+    r"(?<![0-9.])(?:0[0-9]\s*/\s*[0-9]{2}|[0-9]{2}\s*/\s*0[0-9])(?![0-9])|"
     r"(?<![\\A-Za-z])[A-Za-z]\s*[0-9]|\)\s*[0-9]|"
     rf"\\(?:{_SYMBOLS})\s*[0-9]|"
     r"\\(?:[dt]?frac\s*[0-9]{3}|sqrt\s*[0-9]{2})|"
@@ -191,7 +192,17 @@ def _kind_of(text: str) -> tuple[Kind, Any]:
     is_short = len(text) <= _MAX_FORMULA and re.search("[A-Za-z0-9]", text)
     if is_short and _FORMULA.fullmatch(text) and not _AMBIGUOUS.search(text):
         return "formula", _latex(text)
-    return "other", re.sub(r"\s+", "", text)
+    return "other", re.sub(r"\s+", "", _SYNONYM.sub(lambda found: _SYNONYMS[found[0]], text))
+
+
+_SYNONYMS = {r"\leq": "≤", r"\le": "≤", r"\leqslant": "≤", "<=": "≤", r"\lt": "<"}
+_SYNONYMS |= {r"\geq": "≥", r"\ge": "≥", r"\geqslant": "≥", ">=": "≥", r"\gt": ">"}
+_SYNONYMS |= {r"\neq": "≠", r"\ne": "≠", "!=": "≠", r"\in": "∈", r"\infty": "∞"}
+_SYNONYMS |= {r"\emptyset": "∅", r"\varnothing": "∅"}
+_SYNONYM = re.compile(
+    r"\\(?:[lg](?:eq|eqslant|e|t)|neq?|in|infty|emptyset|varnothing)(?![A-Za-z])|[<>!]="
+)
+"""Spellings of one relation or symbol."""
 
 
 def _minutes(match: re.Match[str]) -> tuple[Any, ...]:

@@ -76,11 +76,17 @@ _BEFORE_FORMULA = re.compile(
 )
 
 
+_IN_A_SET = re.compile(r"\\(?:not)?in(?![A-Za-z])|[∈∉]")
+"""Signs before a set or an interval, whose bounds are no answers."""
+
+
 def number_in_sentence(text: str) -> Number | None:
     """Return the last number of a text, with its unit; None for a text without a number, or if the
     number's neighbors change its meaning."""
     text = unwrapped(clean(text)).replace("**", " ")
     text = re.sub(r"\\[()\[\]]", " ", text)
+    if _IN_A_SET.search(text):
+        return None
     matches = list(_IN_TEXT.finditer(text))
     if not matches or re.search("[0-9]", text[matches[-1].end() :]):
         return None
