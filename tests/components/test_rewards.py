@@ -788,6 +788,23 @@ def test_math_without_its_package_says_what_to_install(monkeypatch):
         Rewards(["math"], [])
 
 
+@pytest.mark.parametrize(
+    "parameters", ["prompt, completion", "prompt, completion, **row", "prompts, a, b, c"]
+)
+def test_a_function_with_other_parameters_is_refused_before_it_is_called(parameters, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(f"def score({parameters}):\n    return 1.0\n")
+    with pytest.raises(UserError, match=r"--rewards: .*mine.py:score has the parameters \("):
+        Rewards([f"{file}:score"], [])
+
+
+@pytest.mark.parametrize("parameters", ["*text", "prompt, completion, row, images", "a, b, c=0"])
+def test_a_function_that_can_be_called_is_accepted(parameters, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(f"def score({parameters}):\n    return 1.0\n")
+    Rewards([f"{file}:score"], [])
+
+
 def test_a_reference_that_is_no_number_is_named_once(caplog):
     for _ in range(3):
         assert paid("number", "several words of this test", "42") == 0

@@ -165,8 +165,8 @@ class Text(NamedTuple):
 
 
 class Rewards:
-    """Weighted sum of reward functions. Raises `UserError` for an unknown function or a wrong
-    number of weights."""
+    """Weighted sum of reward functions. Raises `UserError` for an unknown function, one that cannot
+    be called with a prompt, a completion and a row, or a wrong number of weights."""
 
     def __init__(
         self,
@@ -184,6 +184,8 @@ class Rewards:
         self.names = names
         with errors_of("--rewards"):
             functions = [find_reward(name, open_model) for name in names]
+            for name, function in zip(names, functions, strict=True):
+                _check_parameters(name, function)
         shorts = [_short(name) for name in names]
         if len(set(shorts)) < len(names):
             shorts = list(names)
@@ -285,6 +287,24 @@ async def _awaited(value: object, subject: str) -> Any:
             raise
         with errors_of_user_code(subject):
             raise
+
+
+def _check_parameters(name: str, function: Reward) -> None:
+    """Raise `UserError` unless a function takes a prompt, a completion and a row, and nothing else
+    but `images`, so that a run ends before its first rollouts."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    more = {"images": None} if "images" in signature.parameters else {}
+    try:
+        signature.bind(None, None, None, **more)
+    except TypeError as error:
+        raise UserError(
+            f"{name} has the parameters {signature}, but is called as "
+            "function(prompt, completion, row), or function(prompts, completions, rows) for a "
+            "batch: give it these"
+        ) from error
 
 
 def _parameters_of(function: Reward) -> list[str]:
