@@ -13,7 +13,7 @@ from rich.text import Text
 from torchtitan.cli.data_samples import Document, Row, Sample
 from torchtitan.cli.pages import render
 from torchtitan.components.data.plan.sampler import Array
-from torchtitan.components.data.report import DataSummary, Report, SetSummary
+from torchtitan.components.data.report import BEFORE_THE_LIMIT, DataSummary, Report, SetSummary
 from torchtitan.tools.logging import presentable
 from torchtitan.tools.tables import print_table
 
@@ -121,13 +121,14 @@ def _turn_tables(
     if counted:
         columns = (
             "dataset",
-            "samples",
             "trained turns",
             "teach a stop",
             "only a stop",
             "options of the template",
         )
-        yield "Trained turns", columns, [_turn_cells(name, report) for name, report in counted]
+        is_limited = any(report.are_turns_limited for _, report in counted)
+        title = f"Trained turns{f', {BEFORE_THE_LIMIT}' if is_limited else ''}"
+        yield title, columns, [_turn_cells(name, report) for name, report in counted]
     respelled: list[list[str]] = []
     for name, report in reports:
         respelled += _normal_rows(name, report)
@@ -154,7 +155,7 @@ def _normal_rows(name: str, report: Report) -> Iterator[list[str]]:
 
 def _turn_cells(name: str, report: Report) -> list[str]:
     options = ", ".join(f"{option}: {count:,}" for option, count in report.options.items())
-    counts = (report.samples, report.turns, report.stops, report.only_stops.count)
+    counts = (report.turns, report.stops, report.only_stops.count)
     return [name, *(f"{count:,}" for count in counts), options or "none"]
 
 

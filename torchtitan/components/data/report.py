@@ -11,6 +11,9 @@ from torchtitan.tools.errors import UserError
 N_EXAMPLES = 3
 """Examples kept by an `ExampleCounter`."""
 
+BEFORE_THE_LIMIT = "counted before --dataloader.too_long"
+"""What the counts of turns mean if samples are too long."""
+
 
 @dataclass(slots=True)
 class ExampleCounter:
@@ -145,6 +148,13 @@ class Report:
         yield "truncated", self.truncated
         yield "special tokens written in the text", self.special_in_text
 
+    @property
+    def are_turns_limited(self) -> bool:
+        """True if samples are dropped or truncated because they are too long. `turns` and `stops`
+        still count their turns, since a cache has no turns of each sample."""
+        is_dropped = "too_long" in self.dropped or "untrained" in self.dropped
+        return is_dropped or bool(self.truncated.count or self.left_out.count)
+
     def lines(self) -> Iterator[str]:
         """Yield the totals, then the counts of dropped and changed samples with examples."""
         share = f" ({self.trained_tokens / self.tokens:.0%})" if self.tokens else ""
@@ -154,7 +164,8 @@ class Report:
             + f"{self.tokens:,} tokens, {self.trained_tokens:,} trained{share}"
         )
         if self.turns:
-            yield f"{self.stops:,} of {self.turns:,} trained turns teach a stop"
+            before = f" ({BEFORE_THE_LIMIT})" if self.are_turns_limited else ""
+            yield f"{self.stops:,} of {self.turns:,} trained turns teach a stop{before}"
         for option, count in self.options.items():
             yield f"samples rendered with {option}: {count:,}"
         for event, counter in self.events():

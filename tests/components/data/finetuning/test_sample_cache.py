@@ -507,6 +507,24 @@ def test_truncation(sizes):
     assert left.sample(2).trained.tolist() == [False, False, True, True, True]
 
 
+@pytest.mark.parametrize(
+    ("seq_len", "too_long", "is_said"),
+    [
+        (6, "drop", False),
+        (4, "drop", True),
+        (4, "truncate_left", True),
+        (4, "truncate_right", True),
+    ],
+)
+def test_turns_of_samples_that_are_too_long_are_said_to_be_counted(
+    sizes, seq_len, too_long, is_said
+):
+    sizes.report.turns = sizes.report.stops = 4
+    [line] = [line for line in fit(sizes, seq_len, too_long).report.lines() if "turns" in line]
+    more = " (counted before --dataloader.too_long)" if is_said else ""
+    assert line == f"4 of 4 trained turns teach a stop{more}"
+
+
 def test_too_long_error_policy(sizes):
     assert fit(sizes, 6, "error").n_samples == 4
     with pytest.raises(
