@@ -312,6 +312,23 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"dataloader.dataset": ["org/d"]},
         {"split train[:95%] of org/d": MISS},
     ),
+    "instructions.yaml": (
+        AXOLOTL.replace("path: org/d", "path: org/d, type: alpaca"),
+        {"dataloader.chat_template": "alpaca"},
+        {"chat_template": "changed"},
+    ),
+    "conversations.yaml": (
+        AXOLOTL.replace("path: org/d", "path: org/d, type: chat_template"),
+        {"dataloader.chat_template": None},
+        {"chat_template": None},
+    ),
+    "mixed.yaml": (
+        AXOLOTL.replace(
+            "{path: org/d}", "{path: a/a, type: alpaca}, {path: b/b, type: chat_template}"
+        ),
+        {"dataloader.chat_template": None, "dataloader.dataset": ["a/a", "b/b"]},
+        {"chat_template": MISS},
+    ),
     "short.yaml": (AXOLOTL.replace("org/d", "gsm8k"), {}, {"name of gsm8k": MISS}),
     "off.yaml": (AXOLOTL + "made_up: false\nother: 0", {}, {"made_up": MISS, "other": MISS}),
 }

@@ -212,9 +212,20 @@ def _columns(dataset: Mapping[str, object]) -> list[str]:
 def _template(migration: Migration, kinds: list[str]) -> None:
     name = migration.get("chat_template")
     instructs = [kind for kind in kinds if kind.startswith("alpaca")]
-    if name is None:
-        if instructs:
-            migration.set(dataloader__chat_template="alpaca")
+    if name is None and instructs:
+        migration.default("chat_template", "alpaca")
+        if len(instructs) == len(kinds):
+            why = "for the datasets of this type"
+            migration.take("chat_template", "dataloader.chat_template", "alpaca", why)
+        else:
+            migration.miss(
+                "chat_template",
+                f"datasets of type {', '.join(sorted(set(instructs)))} are written by the template "
+                "in the model's folder, as the others: a run has one template; to keep "
+                "Alpaca's, fine-tune on them in a run of their own",
+            )
+    elif name is None:
+        return
     elif name in _TEMPLATES:
         migration.take("chat_template", "dataloader.chat_template")
     elif str(name).startswith("mistral"):
