@@ -20,8 +20,9 @@ def test_sizes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "flavors: debugmodel, 1B (1.24 B), 3B (3.21 B), 8B (8.03 B)" in printed
     assert "0.6B (596 M)" in printed
     assert printed.endswith(
-        "\nEvery family also has the configurations of auto, with --hf_assets_path DIR.\n"
+        "\nEvery language model also has the configurations of auto, with --hf_assets_path DIR.\n"
     )
+    assert "\ndit\n  configs: none (models for another module)\n  flavors: " in printed
 
 
 def test_nothing_slow_is_imported() -> None:

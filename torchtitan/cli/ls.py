@@ -22,12 +22,12 @@ def ls(args: Sequence[str]) -> int:
     for name, folder in modules_on_disk().items():
         listing = list_module(name, folder)
         print(name)
-        print(f"  configs: {', '.join(listing.configs)}")
+        print(f"  configs: {', '.join(listing.configs) or 'none (models for another module)'}")
         if listing.flavors:
             known = sizes.get(name, {}) if name in built_in else {}
             flavors = [with_size(flavor, known.get(flavor)) for flavor in listing.flavors]
             print(f"  flavors: {', '.join(flavors)}")
-    print("Every family also has the configurations of auto, with --hf_assets_path DIR.")
+    print("Every language model also has the configurations of auto, with --hf_assets_path DIR.")
     return 0
 
 
