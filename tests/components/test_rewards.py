@@ -723,11 +723,10 @@ def test_few_of_many_boxes_are_read(joint, contents, pays):
 
 
 def test_a_comparison_that_takes_too_long_is_ended_and_the_next_one_works(caplog):
-    """A harmless sum with a time of nearly nothing, in place of one that takes long."""
+    """A harmless sum with a time of nearly nothing, in place of one that takes long: the first of a
+    process imports SymPy's parsers, which takes many ticks of the timer."""
     pytest.importorskip("math_verify")
-    reward = MathReward()
-    assert reward(r"\sqrt{12}", r"2\sqrt{3}") == 1
-    reward._seconds = 1e-6
+    reward = MathReward(seconds=1e-6)
     assert [reward(r"\sqrt{27}", r"3\sqrt{3}") for _ in range(2)] == [0, 0]
     assert (
         reward.n_ended == 2
