@@ -103,6 +103,8 @@ def test_page_names_models_and_units(runs):
     start = json.loads((runs[0] / "events.jsonl").read_text().splitlines()[0])
     n_parameters = f"{start['parameters']:,} parameters, {start['parameters']:,} trained"
     assert f"{runs[0]}: llama3 tiny, {n_parameters}</p>" in text
+    assert f"<title>{runs[0]}: llama3 tiny, {n_parameters}</title>" in page([RunRecord(runs[0])])
+    assert f"<title>{runs[0]}, {runs[1]}</title>" in text
     frozen = {"parameters": 70, "trained_parameters": 7}
     record = RunRecord(runs[0])
     record.start = {**record.start, **frozen}
@@ -359,6 +361,7 @@ for (const name of ["wide", "phone"]) {
       sections: [...page.querySelectorAll("h2, summary")].map(title => title.textContent),
       back: view.getComputedStyle(page.body).backgroundColor, text: view.getComputedStyle(page.body).color,
       images: page.querySelectorAll("img").length, points: page.querySelectorAll("circle").length,
+      rings: page.querySelectorAll("circle[fill='var(--card)']").length,
       svg: page.querySelector("#charts svg").getBoundingClientRect().width};
     const svg = page.querySelector("#charts svg"), box = svg.getBoundingClientRect(), before = lines();
     view.SVGElement.prototype.setPointerCapture = () => {};
@@ -419,6 +422,9 @@ def test_page_in_a_browser(runs, tmp_path, scheme):
     drawn = charts([*map(RunRecord, runs)])
     n_charts = len(drawn)
     n_points = sum(len(points) for chart in drawn for points in chart.series)
+    validations = [RunRecord(run).points("validation_loss") for run in runs]
+    n_validations = sum(map(len, validations))
+    assert all(validations)
     titles = [part.title for part in sections([*map(RunRecord, runs)])]
     for name, width in {"wide": 1280, "phone": 360}.items():
         facts = found[name]
@@ -428,6 +434,7 @@ def test_page_in_a_browser(runs, tmp_path, scheme):
         assert facts["lines"] == 2 * n_charts + 1
         assert facts["sections"] == [titles[0], "Curves", *titles[1:]]
         assert facts["points"] == n_points  # all series are short
+        assert facts["rings"] == n_validations
         assert facts["zoomed"] and facts["restored"] and facts["hidden"] == n_charts + 1
         assert re.match(r"step \d+: [\d.]+ step \d+: [\d.]+", facts["note"])
         dark = [

@@ -39,9 +39,10 @@ function draw(chart) {
     shapes.push(label(chart.x(step), H - 6, "middle", step.toLocaleString("en")));
   chart.inside.forEach((points, i) => {
     const places = points.map(p => [chart.x(p[0]).toFixed(1), y(p[1]).toFixed(1)]);
+    const [marker, dashes] = isValidation(i) ? ['r="3.5" fill="var(--card)"', " stroke-dasharray='5 4'"] : [`r="2.5" fill="${color(i)}"`, ""];
+    if (points.length > 1) shapes.push(`<polyline points="${places.join(" ")}" stroke="${color(i)}"${dashes}/>`);
     for (const [x, y] of points.length <= MARKED || isValidation(i) ? places : [])
-      shapes.push(`<circle cx="${x}" cy="${y}" r="2.5" fill="${color(i)}"/>`);
-    if (points.length > 1) shapes.push(`<polyline points="${places.join(" ")}" stroke="${color(i)}"${isValidation(i) ? " stroke-dasharray='5 4'" : ""}/>`);
+      shapes.push(`<circle cx="${x}" cy="${y}" ${marker} stroke="${color(i)}"/>`);
   });
   chart.svg.innerHTML = shapes.join("") + `<rect y="${TOP}" height="${H - TOP - BOTTOM}" width="0" class="band"/>`;
 }
