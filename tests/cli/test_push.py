@@ -126,7 +126,7 @@ def run(tmp_path):
         (model / name).write_text(text)
     catalog.commit(model, catalog.Marker(step=4, kind="huggingface", world_size=1))
     (folder / "metrics.jsonl").write_text(
-        '{"step": 4, "loss": 2.5}\n{"step": 5, "loss": 2.25, "n_tokens_seen": 1000}\n'
+        '{"step": 4, "loss": 2.5}\n{"step": 5, "loss": 2.25, "step_time": 0.5, "mfu": 9}\n'
     )
     start = started(COMMAND)
     (folder / "events.jsonl").write_text(json.dumps(start) + "\n")
@@ -135,6 +135,7 @@ def run(tmp_path):
         "config": "lora",
         "dataloader": {"dataset": ["org/data:en@main", str(tmp_path / "mine.jsonl")]},
         "optimizer": {"lr": 0.001},
+        "training": {"local_batch_size": 8, "global_batch_size": -1},
         "model_converters": {"lora": {"rank": 8}},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -172,6 +173,8 @@ def test_the_model_and_a_card_arrive(hub, run, capsys):
     }
     for said in ("| optimizer.lr | 0.001 |", "| last loss | 2.25 |", COMMAND, "lora.rank | 8 |"):
         assert said in body
+    assert "| last step_time (s) | 0.5 |" in body and "last mfu" not in body
+    assert "local_batch_size | 8 |" in body and "global_batch_size" not in body
     assert "| step of these weights | 4 |\n| step of the last numbers | 5 |" in body
     assert "pushed 6 files" in capsys.readouterr().out
 

@@ -92,7 +92,13 @@ def _datasets(run: RunRecord) -> list[str]:
 def _describe(run: RunRecord, step: int | None) -> Iterator[str]:
     config = run.config
     method = {"module": config.get("module"), "configuration": config.get("config")}
-    method |= {key: config[key] for key in _OPTIONS if config.get(key) not in (None, "", [])}
+    unset: tuple[object, ...] = (
+        None,
+        "",
+        [],
+        -1,
+    )  # -1: a global batch of one local batch per device
+    method |= {key: config[key] for key in _OPTIONS if config.get(key) not in unset}
     method |= {
         key: value
         for key, value in config.items()
@@ -103,7 +109,8 @@ def _describe(run: RunRecord, step: int | None) -> Iterator[str]:
     yield _table("Method", method)
     for section in sections([run]):
         if section.title in _FACTS:
-            facts = {row[0]: row[1] for row in section.rows if row[0] not in _UNTOLD}
+            rows = [row for row in section.rows if row[0].partition(" (")[0] not in _UNTOLD]
+            facts = {row[0]: row[1] for row in rows}
             if section.title == "Summary":
                 facts = _steps(run, step) | facts
             yield _table(section.title, facts)

@@ -240,7 +240,11 @@ def _summary(run: RunRecord) -> dict[str, object]:
         (loss for _, loss in run.points(_VALIDATION_LOSS)), default=None
     )
     keys = dict.fromkeys(key for line in run.lines for key in line if "/" not in key)
-    return facts | {f"last {key}": points[-1][1] for key in keys if (points := run.points(key))}
+    for key in keys:
+        if points := run.points(key):
+            unit = unit_of(key)
+            facts[f"last {key} ({unit})" if unit else f"last {key}"] = points[-1][1]
+    return facts
 
 
 def _moment(when: float) -> str:
