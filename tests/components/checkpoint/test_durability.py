@@ -253,7 +253,7 @@ def test_unreadable_files_do_not_count_as_damaged(
 ) -> None:
     Run(tmp_path).train_and_save(4)
     flip_byte(tmp_path / "checkpoint/step-1/__0_0.distcp")
-    digest, read = manifest._digest, LocalFolder.read
+    digest, read = manifest._digest, manifest.read_document
     bad = {"step-4": "__0_0.distcp", "step-3": "complete.json"}
 
     def fail(name: str) -> Any:
@@ -263,7 +263,7 @@ def test_unreadable_files_do_not_count_as_damaged(
         manifest, "_digest", lambda f, n: fail(n) if bad.get(f.name) == n else digest(f, n)
     )
     monkeypatch.setattr(
-        LocalFolder, "read", lambda f, n: fail(n) if bad.get(f.name) == n else read(f, n)
+        manifest, "read_document", lambda f, n: fail(n) if bad.get(f.name) == n else read(f, n)
     )
     assert Run(tmp_path).manager.load() == 2
     assert (

@@ -13,7 +13,7 @@ from tests.components.data.pretraining.test_token_files import (
     write_raw,
 )
 from tests.components.data.test_dataloader import build, rows
-from torchtitan.components.data import HubDataset, PretrainDataLoader, register_dataset
+from torchtitan.components.data import PretrainDataLoader
 from torchtitan.components.data.pretraining.order import BlockOrder
 
 SIZES = [300, 90, 50]
@@ -174,13 +174,5 @@ def test_errors(config, tokenizer):
         "the shortest cycle with exactly these shares has 1,000,000 windows, more than 10,000; use"
     ):
         replace(config, weights=[0.333333, 0.333333, 0.333334][::-1]).validate()
-    register_dataset("order-test-stream", HubDataset(path="nowhere/nothing"))
-    with raises(
-        "order-test-stream is streamed, and its size is unknown: give the share of each dataset, "
-        "--dataloader.weights 1 1"
-    ):
-        build(
-            replace(config, dataset=["order-test-stream", config.dataset[0]], weights=[]), tokenizer
-        )
     with raises("--dataloader.dataset is empty"):
         build(replace(config, dataset=[], weights=[]), tokenizer)
