@@ -31,9 +31,10 @@ TOLERANCE = 1e-5
 """Relative to the largest element. Float32 sums in another order change the seventh digit, and
 layers add to that."""
 
-ROUNDING = 3
+ROUNDING = 8
 """Largest error of gradients above `TOLERANCE`, as a multiple of the error of transformers in
-float32."""
+float32. Sums over tokens that nearly cancel depend on the order of products: a bias of OLMo Hybrid
+has 1.1e-5 with MKL, six times the error of transformers, and less with oneDNN."""
 
 
 def test_every_model_type_has_a_case() -> None:
