@@ -21,7 +21,7 @@ from torchtitan.components.data.disk_cache import BLOCKS_FILE, check_blocks
 from torchtitan.components.data.prepare.prepared import Prepared
 from torchtitan.components.weights.assets import DESCRIPTION, read_converters
 from torchtitan.tools.errors import UserError
-from torchtitan.tools.files import json_lines
+from torchtitan.tools.files import json_lines, read_regular
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems do not limit the address space"
@@ -58,3 +58,10 @@ def test_markers_and_manifests(tmp_path: Path) -> None:
             Prepared(str(tmp_path))
         with pytest.raises(ValueError, match="blocks.json has 5,368,709,120 bytes"):
             check_blocks(folder, verify_all=False)
+
+
+def test_a_large_limit_takes_no_memory(tmp_path: Path) -> None:
+    """A file of a few bytes is read although its limit is larger than the memory."""
+    path = tmp_path / "results"
+    path.write_bytes(b"few")
+    assert read_regular(path, most=2**50) == b"few"

@@ -107,7 +107,8 @@ def read_regular(path: Path, name: str | None = None, most: int = MOST_JSON_BYTE
     name = name or str(path)
     with open_regular(path, name) as file:
         n_bytes = os.fstat(file.fileno()).st_size
-        content = file.read(most + 1) if n_bytes <= most else b""
+        # A read takes memory for as many bytes as it may return.
+        content = file.read(min(most, n_bytes + MOST_JSON_BYTES) + 1) if n_bytes <= most else b""
     if max(n_bytes, len(content)) > most:
         raise UserError(
             f"{name} has {max(n_bytes, len(content)):,} bytes, and may have {most:,} at most"
