@@ -32,6 +32,9 @@ _OPTIONS = (
 """Options that a card lists if the run has them, next to the options of all converters. Except
 for the dataset, no option is a path that only the machine of the run has."""
 
+_UNSET: tuple[object, ...] = (None, "", [], -1)
+"""Values of options that are not set; -1: a global batch of one local batch per device."""
+
 _PATH = ".adapter_path"
 """The option of a converter that is such a path."""
 
@@ -92,13 +95,7 @@ def _datasets(run: RunRecord) -> list[str]:
 def _describe(run: RunRecord, step: int | None) -> Iterator[str]:
     config = run.config
     method = {"module": config.get("module"), "configuration": config.get("config")}
-    unset: tuple[object, ...] = (
-        None,
-        "",
-        [],
-        -1,
-    )  # -1: a global batch of one local batch per device
-    method |= {key: config[key] for key in _OPTIONS if config.get(key) not in unset}
+    method |= {key: config[key] for key in _OPTIONS if config.get(key) not in _UNSET}
     method |= {
         key: value
         for key, value in config.items()

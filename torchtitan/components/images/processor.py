@@ -237,11 +237,10 @@ class ImageProcessor:
     def _blank_replacements(self, sizes: tuple[Size, ...]) -> tuple[list[str], list[np.ndarray]]:
         if not sizes:
             return [], []
-        images, options = _blank_images(sizes), self._quick()
         if self.n_written > 1:
-            return [self._written] * len(sizes), [
-                np.full(self.n_written, self.token_id, dtype=np.int32)
-            ] * len(sizes)
+            ids = np.full(self.n_written, self.token_id, dtype=np.int32)
+            return [self._written] * len(sizes), [ids] * len(sizes)
+        images, options = _blank_images(sizes), self._quick()
         if self._rewrites:
             found = [self._read(self._written, [image], **options) for image in images]
             return [], [np.array(each, dtype=np.int32) for each in found]
