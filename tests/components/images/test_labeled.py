@@ -202,6 +202,13 @@ def test_row_without_label_is_refused(tmp_path):
         config(tmp_path / "rows.jsonl", tmp_path).build(local_batch_size=1)
 
 
+def test_an_empty_label_is_not_taken_from_another_column(tmp_path):
+    row = {"image": "a.png", "label": None, "cls": "3"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match="it has no 'label', but image, label, cls"):
+        config(tmp_path / "rows.jsonl", tmp_path).build(local_batch_size=1)
+
+
 def test_each_epoch_has_every_image_once_in_another_order(tmp_path):
     data = config(write_folder(tmp_path / "data"), tmp_path)
     loader = data.build(local_batch_size=5, seed=3, epochs=2)

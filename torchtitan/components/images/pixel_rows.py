@@ -49,7 +49,7 @@ class PixelRows:
     image_columns: Sequence[str]
     """Column with the image: the first of these that a row has."""
     text_columns: Sequence[str]
-    """Column with the text: the first of these that a row has."""
+    """Column with the text: the first of these that a row has, also if it is empty there."""
     text_of: Callable[[object], str]
     """Returns the text of a cell. Raises `BrokenSample`."""
     drops_broken: bool
@@ -98,7 +98,9 @@ class PixelRows:
             cells = row.values
             if cells is None:
                 raise BrokenSample(row.error)
-            text = self.text_of(_first(cells, self.text_columns))
+            # An empty label is an error, not the label of another column.
+            text_columns = [name for name in self.text_columns if name in cells]
+            text = self.text_of(_first(cells, text_columns[:1] or self.text_columns))
             image = opener.open(_only(_first(cells, self.image_columns)))
             bucket = nearest(self.sizes, (image.height, image.width))
             height, width = self.sizes[bucket]
