@@ -238,8 +238,8 @@ class ImageProcessor:
         if not sizes:
             return [], []
         if self.n_written > 1:
-            ids = np.full(self.n_written, self.token_id, dtype=np.int32)
-            return [self._written] * len(sizes), [ids] * len(sizes)
+            marks = np.full(self.n_written, self.token_id, dtype=np.int32)
+            return [self._written] * len(sizes), [marks] * len(sizes)
         images, options = _blank_images(sizes), self._quick()
         if self._rewrites:
             found = [self._read(self._written, [image], **options) for image in images]
