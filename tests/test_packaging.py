@@ -209,7 +209,7 @@ def editable(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
         [sys.executable, "-m", "pip", "--python", home / "venv/bin/python", *words], check=True
     )
     elsewhere = home / "elsewhere"
-    elsewhere.mkdir()
+    shutil.copytree(PROJECT / "tests" / "waves", elsewhere / "waves")
 
     def check(program: str) -> str:
         (elsewhere / "program.py").write_text(program)
@@ -240,6 +240,12 @@ class StopAtLoss(Callback):
         if outcome.loss < 1 and self.trainer.config.training.gc_freq > 1:
             self.trainer.total_steps = self.trainer.steps
 """
+
+
+@pytest.mark.slow
+def test_mypy_accepts_an_experiment_outside_the_checkout(editable: Callable[[str], str]):
+    report = editable("import waves.config_registry\n")
+    assert report == "Success: no issues found in 1 source file\n"
 
 
 @pytest.mark.slow

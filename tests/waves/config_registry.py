@@ -43,6 +43,7 @@ class Waves(BaseDataLoader):
     def __init__(
         self,
         config: Config,
+        /,
         *,
         local_batch_size: int,
         dp_rank: int,

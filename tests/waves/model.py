@@ -76,7 +76,9 @@ class UViT(BaseModel):
         angles = times_B[:, None] * 2 ** (octaves / 2)
         features = torch.cat([angles.cos(), angles.sin()], dim=1).to(self.places.dtype)
         condition_BD = self.time(features) + self.classes(classes_B)
-        rows = x_BCT.unflatten(2, (-1, config.patch)).movedim(2, 1).flatten(2)
+        n_signals, _, length = x_BCT.shape
+        patches = x_BCT.reshape(n_signals, config.channels, length // config.patch, config.patch)
+        rows = patches.movedim(2, 1).flatten(2)
         x_BLD = self.tokens.take(self.patches(rows.to(self.places.dtype)) + self.places)
         kept: list[Tensor] = []
         for n, block in enumerate(self.layers.values()):
@@ -84,7 +86,8 @@ class UViT(BaseModel):
                 kept.append(x_BLD)
             x_BLD = block(x_BLD, condition_BD, kept.pop() if n > config.n_layers // 2 else None)
         rows = self.tokens.join(self.output(F.layer_norm(x_BLD, x_BLD.shape[-1:])))
-        return rows.unflatten(2, (config.channels, -1)).movedim(1, 2).flatten(2)
+        patches = rows.reshape(n_signals, -1, config.channels, config.patch)
+        return patches.movedim(1, 2).flatten(2)
 
     def blocks(self) -> dict[str, nn.Module]:
         return {f"layers.{n}": block for n, block in self.layers.items()}
@@ -114,6 +117,7 @@ class Block(nn.Module):
 
     def forward(self, x_BLD: Tensor, condition_BD: Tensor, early_BLD: Tensor | None) -> Tensor:
         if self.joined is not None:
+            assert early_BLD is not None
             x_BLD = self.joined(torch.cat([x_BLD, early_BLD], dim=2))
         normalized = F.layer_norm(x_BLD + condition_BD[:, None], x_BLD.shape[-1:])
         q, k, v = (
@@ -121,4 +125,6 @@ class Block(nn.Module):
             for layer in (self.wq, self.wk, self.wv)
         )
         x_BLD = x_BLD + self.wo(self.attend(q, k, v).flatten(2))
-        return x_BLD + self.w2(F.gelu(self.w1(F.layer_norm(x_BLD, x_BLD.shape[-1:]))))
+        hidden = F.gelu(self.w1(F.layer_norm(x_BLD, x_BLD.shape[-1:])))
+        x_BLD = x_BLD + self.w2(hidden)
+        return x_BLD
