@@ -67,7 +67,7 @@ def model_card(
         step: training step of the weights; None: unknown.
         run: the run that trained the model; None: unknown.
     """
-    header: dict[str, Any] = {"library_name": library, "tags": ["torchtitan"]}
+    header = {"library_name": library, "tags": ["torchtitan"]}
     if task:
         header["pipeline_tag"] = task
     if license:

@@ -111,7 +111,7 @@ def _apply_data_parallel(
         or expert_mesh is not None
     ):
         fsdp_mesh = mesh["dp_replicate", "fsdp"] if dims.dp_replicate > 1 else mesh["fsdp"]
-        options: Any = {"mesh": fsdp_mesh, "mp_policy": precision}
+        options = {"mesh": fsdp_mesh, "mp_policy": precision}
         if training.enable_cpu_offload:  # GPUs copy fastest from pinned memory, which needs a GPU
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         if expert_mesh is not None:

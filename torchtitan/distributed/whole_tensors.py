@@ -1,7 +1,7 @@
 """Whole tensors from parts under tensor parallelism; a plain tensor is whole. Nothing here imports
 DTensor before there is one."""
 
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -38,5 +38,5 @@ def whole_logits(hidden_ND: Tensor, weight_VD: Tensor | None, transform: LogitTr
         return compute_logits(hidden_ND, weight_VD, transform)
     from torch.distributed.tensor import DTensor, Replicate
 
-    shared_ND: Any = DTensor.from_local(hidden_ND, weight_VD.device_mesh, [Replicate()])
+    shared_ND = DTensor.from_local(hidden_ND, weight_VD.device_mesh, [Replicate()])
     return cast(DTensor, compute_logits(shared_ND, weight_VD, transform)).full_tensor()

@@ -171,7 +171,7 @@ def _converter_from_record(record: ConverterRecord, origin: str) -> ModelConvert
     prefix = f"{origin} was saved with the converter {path}"
     module, _, name = path.partition(":")
     with errors_of(prefix):
-        owner: Any = trusted_module(module)
+        owner = trusted_module(module)
     if owner is None:
         raise UserError(
             f"{prefix}, which is not built in; if you trust it, set --module to the module whose "

@@ -164,7 +164,7 @@ def product_operations() -> list[Any]:
     without bias, with bias, on MPS, and in float8."""
     import torch
 
-    aten: Any = torch.ops.aten
+    aten = torch.ops.aten
     return [aten.mm.default, aten.addmm.default, aten.linear.default, aten._scaled_mm.default]
 
 
@@ -184,7 +184,7 @@ def attention_operations() -> list[Any]:
     import torch
     import torch.nn.attention.varlen  # registers an operator
 
-    aten: Any = torch.ops.aten
+    aten = torch.ops.aten
     return [
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
@@ -204,7 +204,7 @@ def cpu_attention_products(
     log-sum-exp of each query's scores (B, H, L), which the public function keeps to itself."""
     import torch
 
-    attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = attend(q_BHLD, k_BKSD, v_BKSD, 0.0, mask is None, attn_mask=mask, scale=scale)
     return out, lse
 
@@ -222,7 +222,7 @@ def cpu_attention_gradients(
     """Return the gradients of queries, keys and values of `cpu_attention_products`."""
     import torch
 
-    differentiate: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     inputs = (grad_BHLD, q_BHLD, k_BKSD, v_BKSD, out_BHLD, lse_BHL, 0.0, mask is None)
     grad_q, grad_k, grad_v = differentiate(*inputs, attn_mask=mask, scale=scale)
     return grad_q, grad_k, grad_v
@@ -258,7 +258,7 @@ def communication_operations() -> list[Any]:
     checkpointing policy sees."""
     import torch
 
-    collectives: Any = torch.ops._c10d_functional
+    collectives = torch.ops._c10d_functional
     return [collectives.reduce_scatter_tensor.default, collectives.all_to_all_single.default]
 
 

@@ -107,7 +107,7 @@ class FrozenModelTrainer(Trainer):
         """Log the size of the results for all steps and validation, and yield the batches of
         incomplete data."""
         config = self.config
-        data: list[Any] = [
+        data = [
             (
                 config.dataloader,
                 config.training.epochs,

@@ -168,7 +168,7 @@ class KeyedArguments:
         the end of the call, follows; so it may contain marks."""
         properties = schema.get("properties") or {}
         pattern = self._pattern()
-        arguments: dict[str, Any] = {}
+        arguments = {}
         while match := pattern.match(text, at):
             arguments[match["key"]] = typed(match["value"], properties.get(match["key"]) or {})
             at = match.end()
@@ -297,7 +297,7 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
         return text
     stripped = text.strip()
     if stripped in _PYTHON:
-        value: Any = _PYTHON[stripped]
+        value = _PYTHON[stripped]
     else:
         try:
             value = DECODER.decode(stripped)

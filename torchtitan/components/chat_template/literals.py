@@ -36,7 +36,7 @@ class Literals:
     def pairs(self, text: str, at: int, closing: str) -> tuple[dict[str, Any], int]:
         """Return keys and values up to a closing character, and the place after it. Raise
         `LiteralError` if there is anything else."""
-        found: dict[str, Any] = {}
+        found = {}
         at = skip_space(text, at)
         while not text.startswith(closing, at):
             key, at = self._key(text, at)

@@ -237,7 +237,7 @@ class Batch:
 
     def _decode_images(self, chosen: Sequence[Row]) -> None:
         """Decode the images of rows, once for each prompt. The files may have changed."""
-        decoded: dict[str, Any] = {}
+        decoded = {}
         try:
             for row in chosen:
                 for image in row.images:

@@ -24,7 +24,7 @@ def make_adamw_few_bits(
     in torchao, a shard of fewer than 4,096 values, or with an incomplete block, keeps full
     precision.
     """
-    base: Any = getattr(import_torchao("torchao.optim"), f"AdamW{bits}bit")
+    base = getattr(import_torchao("torchao.optim"), f"AdamW{bits}bit")
 
     bases = (base,) if rounding == "nearest" else (_Rounded, base)
 
@@ -98,7 +98,7 @@ class _Rounded(RoundedUpdates):
     def update_wide(
         self, wide: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
-        update: Any = import_torchao("torchao.optim.adam").single_param_adam
+        update = import_torchao("torchao.optim.adam").single_param_adam
         state["step"] += 1
         moments = (local_part(state[name]) for name in ("exp_avg", "exp_avg_sq"))
         torch.compile(update, fullgraph=True, dynamic=False)(

@@ -30,9 +30,7 @@ class OptimizerState:
         for optimizer in self.optimizers:
             allocate_moments(optimizer)
         options = StateDictOptions(flatten_optimizer_state_dict=True)
-        state: dict[str, Any] = get_optimizer_state_dict(
-            self.model, self.optimizers, options=options
-        )
+        state = get_optimizer_state_dict(self.model, self.optimizers, options=options)
         # Copies outside of `evaluating`: a checkpoint is read in place, and weights have their own
         # entries.
         training = {

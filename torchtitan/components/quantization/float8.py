@@ -224,7 +224,7 @@ def _give_plain_weight(
     """Replace torchao's wrapper in a state dict with the plain tensor that it wraps, without
     copying. Otherwise, checkpoints would refer to the wrapper's class."""
     key = f"{prefix}weight"
-    weight: Any = state_dict[key].detach()
+    weight = state_dict[key].detach()
     plain = local_part(weight)._tensor.detach()  # type: ignore[attr-defined]
     state_dict[key] = dtensor_like(plain, weight) if is_dtensor(weight) else plain
 

@@ -99,7 +99,7 @@ class BlockConverter(NarrowConverter):
         super().convert(model)
         key, option = config_key(self.config), f"{self.config.option}.emulate"
         reason = option if self.config.emulate else reason_to_emulate()
-        layers: list[Any] = [each for each in model.modules() if converter_of(each) == key]
+        layers = [each for each in model.modules() if converter_of(each) == key]
         emulated = sum(isinstance(layer.products, EmulatedProducts) for layer in layers)
         computed = len(layers) - emulated
         if computed:

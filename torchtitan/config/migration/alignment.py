@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchtitan.config.migration.outcome import Migration, Row, as_list
 from torchtitan.tools.errors import UserError
@@ -108,7 +108,7 @@ _ADVANTAGES = {
 _OFF_AT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 _ROOM_OF_PROMPTS = 1024
 
-GRPO_DEFAULTS: Mapping[str, Any] = {
+GRPO_DEFAULTS: Mapping[str, object] = {
     "num_generations": 8,
     "max_completion_length": 512,
     "beta": 0.0,

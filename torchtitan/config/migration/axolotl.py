@@ -1,7 +1,6 @@
 """Files of axolotl. Names and defaults come from its configuration reference."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from torchtitan.config.migration import alignment, hugging_face
 from torchtitan.config.migration.outcome import (
@@ -14,7 +13,7 @@ from torchtitan.config.migration.outcome import (
 )
 from torchtitan.tools.errors import UserError
 
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, object] = {
     "lr_scheduler": "cosine",
     "weight_decay": 0.0,
     "adam_beta2": 0.999,

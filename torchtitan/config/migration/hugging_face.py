@@ -16,7 +16,7 @@ from torchtitan.config.migration.outcome import (
     unneeded,
 )
 
-TRAINING_DEFAULTS: Mapping[str, Any] = {
+TRAINING_DEFAULTS: Mapping[str, object] = {
     "learning_rate": 5e-5,
     "lr_scheduler_type": "linear",
     "weight_decay": 0.0,

@@ -9,13 +9,13 @@ from torchtitan.config.migration.outcome import Migration, Rule, missing, to, un
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import DOWNLOADS
 
-_FINE_TUNING: Mapping[str, Any] = {
+_FINE_TUNING: Mapping[str, object] = {
     "train.global_batch_size": 16,
     "train.micro_batch_size": 1,
     "train.lr_warmup_steps": 100,
     "seed": 1337,
 }
-_PRE_TRAINING: Mapping[str, Any] = {
+_PRE_TRAINING: Mapping[str, object] = {
     "train.global_batch_size": 512,
     "train.micro_batch_size": 4,
     "train.lr_warmup_steps": 2000,

@@ -17,7 +17,7 @@ from torchtitan.config.migration.outcome import (
 )
 from torchtitan.tools.errors import UserError
 
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, object] = {
     **TRAINING_DEFAULTS,
     "cutoff_len": 2048,
     "finetuning_type": "lora",

@@ -16,7 +16,7 @@ from torchtitan.config.migration.outcome import (
 )
 from torchtitan.tools.errors import UserError
 
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, object] = {
     "batch_size": 1,
     "gradient_accumulation_steps": 1,
     "epochs": 1,

@@ -24,7 +24,7 @@ _TRL = {
 }
 _RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "grpo": 1e-6, "reward": 1e-4}
 METHODS = tuple(_RATES)
-TRANSFORMERS_DEFAULTS: Mapping[str, Any] = {**TRAINING_DEFAULTS, "bf16": False}
+TRANSFORMERS_DEFAULTS: Mapping[str, object] = {**TRAINING_DEFAULTS, "bf16": False}
 _PREFERENCE_LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "robust": "robust"}
 
 

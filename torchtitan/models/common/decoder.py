@@ -504,7 +504,7 @@ class Decoder(BaseModel):
         behind = [
             module for module in self.children() if module not in (self.tok_embeddings, self.layers)
         ]
-        output: Any = getattr(self.head, "output", None) or self.tok_embeddings
+        output = getattr(self.head, "output", None) or self.tok_embeddings
         # of the output weights, by layers after the last
         n_uses = len(self.layers) - self.config.n_layers
         if output is self.tok_embeddings:

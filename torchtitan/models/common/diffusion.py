@@ -3,7 +3,6 @@ modulation, attention."""
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +82,7 @@ class ImageModel(BaseModel):
 def xavier(n_in: int, n_out: int, *, bias: bool = True) -> nn.Linear:
     """Return a linear layer with uniform weights (Glorot and Bengio 2010) and biases of 0."""
     bound = math.sqrt(6 / (n_in + n_out))
-    biases: dict[str, Any] = {"bias": Constant(0.0)} if bias else {}
+    biases = {"bias": Constant(0.0)} if bias else {}
     layer = nn.Linear(n_in, n_out, bias=bias)
     return with_initializers(layer, weight=Uniform(-bound, bound), **biases)
 

@@ -242,7 +242,7 @@ def _metadata(architecture: Architecture, config: Decoder.Config) -> dict[str, A
     `general.architecture`. Numbers without a point are unsigned integers there."""
     _check(architecture, config)
     head_dim = config.resolved_head_dim
-    keys: dict[str, Any] = {
+    keys = {
         "general.architecture": architecture.name,
         "vocab_size": config.vocab_size,
         "context_length": _context(architecture, config),
@@ -284,7 +284,7 @@ def _rope(architecture: Architecture, config: Decoder.Config) -> dict[str, Any]:
         return {}
     if not rope.is_scaled or rope.scaling == "llama3":  # `rope_freqs.weight`
         return {}
-    keys: dict[str, Any] = {
+    keys = {
         "rope.scaling.type": rope.scaling,
         "rope.scaling.original_context_length": rope.original_max_seq_len,
     }

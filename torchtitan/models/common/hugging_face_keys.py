@@ -39,17 +39,17 @@ REQUIRED = {"dim", "ffn_dim", "n_layers", "n_heads", "vocab_size", "max_seq_len"
 OPTIONAL = {"layer_types", "no_rope_layers", "rope_parameters"}
 """Keys for which transformers treats null as absent."""
 
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, object] = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "num_key_value_heads": None,
 }
 """`ModelType.defaults` of all types."""
 
-FIXED: Mapping[str, Any] = {"is_causal": True, "hidden_act": "silu"}
+FIXED: Mapping[str, object] = {"is_causal": True, "hidden_act": "silu"}
 """`ModelType.fixed` of all types."""
 
-_NEUTRAL: Mapping[str, Any] = {
+_NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(
         ("attention_bias", "mlp_bias", "use_qk_norm", "use_sliding_window", "use_mrope"), False
     ),

@@ -224,7 +224,7 @@ def prepare_growth(document: dict[str, Any], default: Mapping[str, Any]) -> dict
     keys = ("rope_scaling", "rope_parameters")
     given = [key for key in keys if ConfigReader("config.json", document).section(key).values]
     prepared = document if given else {**document, "rope_parameters": default}
-    found: list[Any] = [document[GROWTH]] if GROWTH in document else []
+    found = [document[GROWTH]] if GROWTH in document else []
     for key in given or keys[1:]:
         section = ConfigReader("config.json", prepared).section(key)
         found.append(section.values.get(GROWTH))

@@ -40,7 +40,7 @@ def _published(
 
 
 _LITE: Any = {"num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_intermediate_size": 1408}
-_V2: Any = {
+_V2 = {
     **_LITE,
     "n_routed_experts": 160,
     "topk_method": "group_limited_greedy",
@@ -50,7 +50,7 @@ _V2: Any = {
 _V2 |= {"moe_intermediate_size": 1536, "routed_scaling_factor": 16.0}
 _K2: Any = {"n_routed_experts": 384, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 _K2 |= {"routed_scaling_factor": 2.827, "rope_theta": 50_000.0}
-_SMALL: Any = {
+_SMALL = {
     "head_dim": 48,
     "v_head_dim": 32,
     "q_lora_rank": 128,
@@ -115,7 +115,7 @@ FLAVORS = {
     "Kimi-K2-1T": _published("kimi_k2", (7168, 18432, 61, 64, 163_840), 32.0, 1.0, 1.0, **_K2),
 }
 
-_LATENT: Any = {
+_LATENT = {
     **dict.fromkeys(("q_latent.0", "q_latent.1", "wkv_a", "kv_norm"), "local tokens"),
     **dict.fromkeys(("wq", "q_latent.2"), "parts to columns"),
     **{"indexer": "local tokens", "indexes": "parts to shared"},

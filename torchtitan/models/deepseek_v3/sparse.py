@@ -84,7 +84,7 @@ class DeepSeekSparseModel(DeepSeekModel):
     config: Config
 
     def make_block(self, index: int, **options: Any) -> nn.Module:
-        own: Any = {"kind": SharingBlock} if self.config.is_sharing else {}
+        own = {"kind": SharingBlock} if self.config.is_sharing else {}
         return super().make_block(index, **own, **options)
 
     def make_attention(self, index: int, **options: Any) -> nn.Module:
@@ -93,7 +93,7 @@ class DeepSeekSparseModel(DeepSeekModel):
             return super().make_attention(index, kind=SharedChoiceAttention, **options)
         heads = {"n_heads": config.index_n_heads, "head_dim": config.index_head_dim}
         indexer = {**heads, "interleaved": config.index_interleave}
-        own: Any = {"kind": SparseLatentAttention, "top_k": config.index_topk, "indexer": indexer}
+        own = {"kind": SparseLatentAttention, "top_k": config.index_topk, "indexer": indexer}
         return super().make_attention(index, **own, gives_choice=config.is_sharing, **options)
 
     def run_blocks(
@@ -154,7 +154,7 @@ def _prepare_glm(document: dict[str, Any]) -> dict[str, Any]:
     reader = ConfigReader("config.json", document)
     if document.get("indexer_types") is not None:
         return _prepare(document, plain=192)
-    pattern: Any = document.get("index_topk_pattern")
+    pattern = document.get("index_topk_pattern")
     if isinstance(pattern, list):
         return _prepare({**document, "indexer_types": pattern}, plain=192)
     if pattern is None:

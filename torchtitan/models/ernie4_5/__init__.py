@@ -1,13 +1,11 @@
 """ERNIE 4.5 in its published sizes, and small models that train on a laptop."""
 
-from typing import Any
-
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.ernie4_5.model import FORMAT, GGUF, Ernie45Model, Ernie45MoeModel
 from torchtitan.models.families import SMALL, Family, of_sizes
 
-_SMALL: Any = {**SMALL, "tie_embeddings": True, "rope": RoPEConfig(theta=10_000.0)}
+_SMALL = {**SMALL, "tie_embeddings": True, "rope": RoPEConfig(theta=10_000.0)}
 _SMALL_EXPERTS = MoEConfig(
     n_experts=16,
     top_k=3,
@@ -16,7 +14,7 @@ _SMALL_EXPERTS = MoEConfig(
     selection_bias=True,
     layer_types=["dense", "sparse", "sparse", "sparse"],
 )
-_300B: Any = {
+_300B = {
     **{"num_key_value_heads": 8, "moe_intermediate_size": 3584, "moe_k": 8},
     **{"moe_layer_start_index": 3, "moe_num_shared_experts": 0, "tie_word_embeddings": False},
 }

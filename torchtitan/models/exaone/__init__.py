@@ -1,7 +1,6 @@
 """EXAONE 4 and K-EXAONE in their published sizes, and small ones that train on a laptop."""
 
 from functools import partial
-from typing import Any
 
 from torchtitan.models.common.layer_types import one_full_of
 from torchtitan.models.common.moe.layer import SMALL_SIGMOID
@@ -9,7 +8,7 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.exaone.model import FORMAT, GGUF, Exaone4Model, ExaoneMoeModel
 from torchtitan.models.families import SMALL, Family, of_sizes
 
-_SMALL: Any = {
+_SMALL = {
     **SMALL,
     "sliding_window": 64,
     "layer_types": one_full_of(4),
@@ -25,7 +24,7 @@ _LLAMA3 = {
 _4 = partial(
     of_sizes, FORMAT, "exaone4", num_key_value_heads=8, rope_theta=1e6, rope_scaling=_LLAMA3
 )
-_K: Any = {
+_K = {
     **{"num_key_value_heads": 8, "head_dim": 128, "sliding_window": 128, "rope_theta": 1e6},
     **{"num_experts": 128, "moe_intermediate_size": 2048},
 }

@@ -2,13 +2,12 @@
 a laptop."""
 
 from functools import partial
-from typing import Any
 
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.gemma.model import FORMAT, GGUF, Gemma2Model, Gemma3Model
 
-_DEBUG: Any = {
+_DEBUG = {
     **SMALL,
     "norm_eps": 1e-6,
     "tie_embeddings": True,

@@ -10,7 +10,7 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.gemma4.model import FORMAT, GGUF, Gemma4Model, Gemma4MoEModel
 
-_DEBUG: Any = {
+_DEBUG = {
     **SMALL,
     "norm_eps": 1e-6,
     "tie_embeddings": True,
@@ -41,7 +41,7 @@ _E2B: Any = {
     "use_double_wide_mlp": True,
     "layer_types": one_full_of(5) * 7,
 }
-_26B: Any = {
+_26B = {
     "enable_moe_block": True,
     "num_experts": 128,
     "top_k_experts": 8,

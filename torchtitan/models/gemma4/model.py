@@ -287,7 +287,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
 
 _NAMES = ("attention_bias", "attention_k_eq_v", "final_logit_softcapping", *_GLOBAL.values())
 _KEYS = {**WINDOW_KEYS, **{name: name for name in _NAMES}}
-_FIXED: Any = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh") | {
+_FIXED = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh") | {
     "enable_moe_block": False
 }
 _LARGE: Any = {"keys": _KEYS, "fixed": {**_FIXED, **dict.fromkeys(_SMALL[:2], 0)}}

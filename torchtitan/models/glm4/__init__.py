@@ -22,7 +22,7 @@ _32B: dict[str, Any] = {
     "ffn_dim": 23040,
 }
 _PUBLISHED: dict[str, Any] = {"vocab_size": 151_552, "rope": _HALF_ROTATED}
-_FIRST: dict[str, Any] = {**_9B, **_PUBLISHED, "norm_eps": 1.5625e-7}
+_FIRST = {**_9B, **_PUBLISHED, "norm_eps": 1.5625e-7}
 
 FLAVORS = {
     "debugmodel": GLM4Model.Config(**SMALL, rope=_HALF_ROTATED),

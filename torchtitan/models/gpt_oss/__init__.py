@@ -1,13 +1,11 @@
 """gpt-oss in its published sizes, and a small one that trains on a laptop."""
 
-from typing import Any
-
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.gpt_oss.model import FORMAT, GGUF, GptOssModel
 
-_DEBUG: Any = {
+_DEBUG = {
     **SMALL,
     "ffn_dim": 192,
     "head_dim": 64,

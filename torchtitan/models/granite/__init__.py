@@ -31,7 +31,7 @@ _DEBUG = {**SMALL, **_FACTORS, "rope": RoPEConfig(theta=10_000.0)}
 _3 = {**_COMMON, "n_heads": 32, "vocab_size": 49_159}
 _4 = {**_COMMON, "vocab_size": 100_352}
 _ATTENTION = (5, 15, 25, 35)
-_HYBRID: dict[str, Any] = {
+_HYBRID = {
     **_4,
     "position_embedding_type": "nope",
     "layer_types": shortest_period(
@@ -39,7 +39,7 @@ _HYBRID: dict[str, Any] = {
     ),
     "rope": RoPEConfig(theta=10_000.0),
 }
-_DEBUG_4: Any = {**_DEBUG, "attention_multiplier": 1 / 32, "logits_scaling": 4.0}
+_DEBUG_4 = {**_DEBUG, "attention_multiplier": 1 / 32, "logits_scaling": 4.0}
 _DEBUG_4 |= {"mamba": MambaConfig(n_heads=16, head_dim=32, n_groups=4, state_dim=32)}
 _DEBUG_MOE = MoEConfig(n_experts=16, top_k=4, shared_ffn_dim=192)
 

@@ -2,21 +2,20 @@
 laptop."""
 
 from functools import partial
-from typing import Any
 
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.hunyuan.model import FORMAT, GGUF, HunyuanModel, HunyuanMoeModel
 
-_SMALL: Any = {**SMALL, "tie_embeddings": True, "rope": RoPEConfig(theta=10_000.0)}
+_SMALL = {**SMALL, "tie_embeddings": True, "rope": RoPEConfig(theta=10_000.0)}
 _EXPERTS = MoEConfig(n_experts=32, top_k=4, n_shared_experts=1)
-_SHARED: Any = {
+_SHARED = {
     **{"num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
     "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
 }
 _dense = partial(of_sizes, FORMAT, "hunyuan_v1_dense", max_seq_len=262_144, **_SHARED)
-_A13B: Any = {**_SHARED, "num_experts": 64, "moe_topk": 8}
+_A13B = {**_SHARED, "num_experts": 64, "moe_topk": 8}
 
 FLAVORS = {
     "debugmodel": HunyuanModel.Config(**_SMALL),

@@ -1,14 +1,12 @@
 """Kimi Linear's model in its published size, and a small one that trains on a laptop."""
 
-from typing import Any
-
 from torchtitan.models.common.mixers import hybrid_sharding
 from torchtitan.models.common.moe.layer import SMALL_SIGMOID
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.kimi_linear.model import FORMAT, GGUF, KimiLinearModel
 
-_SMALL: Any = {**SMALL, "n_kv_heads": 8, "head_dim": 48, "v_head_dim": 32, "kv_lora_rank": 64}
+_SMALL = {**SMALL, "n_kv_heads": 8, "head_dim": 48, "v_head_dim": 32, "kv_lora_rank": 64}
 _SMALL |= {"linear_num_heads": 16, "linear_head_dim": 32}
 _FULL = [4, 8, 12, 16, 20, 24, 27]
 _LAYERS = {

@@ -20,8 +20,8 @@ def _types(*attention: int, n_layers: int) -> Any:
 
 _COMMON: Any = {"n_kv_heads": 8, "max_seq_len": 128_000, "vocab_size": 65_536}
 _COMMON |= {"tie_embeddings": True, "rope": RoPEConfig(theta=1_000_000.0)}
-_SMALL: Any = {**_COMMON, "n_layers": 16, "layer_types": _types(2, 5, 8, 10, 12, 14, n_layers=16)}
-_DEBUG: Any = {**SMALL, "tie_embeddings": True, "rope": RoPEConfig(theta=10_000.0)}
+_SMALL = {**_COMMON, "n_layers": 16, "layer_types": _types(2, 5, 8, 10, 12, 14, n_layers=16)}
+_DEBUG = {**SMALL, "tie_embeddings": True, "rope": RoPEConfig(theta=10_000.0)}
 _TWO_DENSE: Any = [*["dense"] * 2, *["sparse"] * 22]
 _DEBUG_MOE = MoEConfig(
     n_experts=16,

@@ -24,7 +24,7 @@ def _layers(pattern: str) -> Any:
 
 _COMMON: Any = {"vocab_size": 131_072, "n_kv_heads": 8}
 _8: Any = {"n_groups": 8, "least_step": 0.001}
-_DEBUG: Any = {**SMALL, "mamba": MambaConfig(n_heads=16, head_dim=32, n_groups=4, state_dim=32)}
+_DEBUG = {**SMALL, "mamba": MambaConfig(n_heads=16, head_dim=32, n_groups=4, state_dim=32)}
 _ROUTING: Any = {
     "scoring_func": "sigmoid",
     "selection_bias": True,

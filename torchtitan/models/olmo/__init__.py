@@ -15,7 +15,7 @@ _32B: Any = {"dim": 5120, "n_layers": 64, "n_heads": 40, "n_kv_heads": 8, "ffn_d
 _2 = partial(
     Olmo2Model.Config, vocab_size=100_352, max_seq_len=4096, norm_eps=1e-6, rope=RoPEConfig()
 )
-_YARN: Any = partial(RoPEConfig, scaling="yarn", high_freq_factor=32.0)
+_YARN = partial(RoPEConfig, scaling="yarn", high_freq_factor=32.0)
 _ROPES: Any = {
     "rope": _YARN(scaling_factor=8.0, attention_factor=1.2079441541679836),
     "local_rope": RoPEConfig(),

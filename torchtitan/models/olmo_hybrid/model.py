@@ -61,7 +61,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     full = [index for index in range(n_layers) if index % 4 == 3] or [n_layers - 1]
     types = ["full_attention" if index in full else "linear_attention" for index in range(n_layers)]
     heads = ("linear_num_key_heads", "linear_num_value_heads")
-    derived: dict[str, Any] = {"layer_types": types, **dict.fromkeys(heads, n_heads)}
+    derived = {"layer_types": types, **dict.fromkeys(heads, n_heads)}
     said = {key: value for key, value in document.items() if value is not None}
     prepared = ConfigReader("config.json", {**document, **derived, **said})
     width = int(0.75 * reader.whole_number("hidden_size") / prepared.whole_number(heads[0]))

@@ -23,7 +23,7 @@ _MEDIUM: dict[str, Any] = {
 _4K: dict[str, Any] = {"vocab_size": 32_064, "max_seq_len": 4096, "sliding_window": 2047}
 _LONG: dict[str, Any] = {"scaling": "longrope", "scaling_factor": 16.0, "original_max_seq_len": 128}
 _LONG |= {"short_factors": [1.0] * 12, "long_factors": [1.0 + index for index in range(12)]}
-_DEBUG: dict[str, Any] = {
+_DEBUG = {
     **SMALL,
     "rope": RoPEConfig(theta=10_000.0, rotated_fraction=0.75, **_LONG),
 }

@@ -32,7 +32,7 @@ _35B: Any = {
     "head_dim": 256,
     "ffn_dim": 512,
 }
-_DEBUG: Any = {**SMALL, "norm_eps": 1e-6, "rope": RoPEConfig(theta=10_000.0, rotated_fraction=0.25)}
+_DEBUG = {**SMALL, "norm_eps": 1e-6, "rope": RoPEConfig(theta=10_000.0, rotated_fraction=0.25)}
 _DEBUG |= {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
 _DEBUG |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 

@@ -2,14 +2,13 @@
 a laptop."""
 
 from functools import partial
-from typing import Any
 
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.qwen3_moe.model import FORMAT, GGUF, Qwen2MoeModel, Qwen3MoeModel
 
-_SMALL: Any = {**SMALL, "norm_eps": 1e-6, "rope": RoPEConfig(theta=10_000.0)}
+_SMALL = {**SMALL, "norm_eps": 1e-6, "rope": RoPEConfig(theta=10_000.0)}
 _SMALL_3 = MoEConfig(n_experts=32, top_k=4, ffn_dim=96)
 _SMALL_2 = MoEConfig(n_experts=16, top_k=2, ffn_dim=96, norm_topk_prob=False, shared_ffn_dim=192)
 

@@ -1,14 +1,12 @@
 """Qwen3-Next's model in its published size, and a small one that trains on a laptop."""
 
-from typing import Any
-
 from torchtitan.models.common.mixers import hybrid_sharding
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.qwen3_next.model import FORMAT, GGUF, Qwen3NextModel
 
-_SMALL: Any = {**SMALL, "norm_eps": 1e-6, "rope": RoPEConfig(theta=1e4, rotated_fraction=0.25)}
+_SMALL = {**SMALL, "norm_eps": 1e-6, "rope": RoPEConfig(theta=1e4, rotated_fraction=0.25)}
 _SMALL |= {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
 _SMALL |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 

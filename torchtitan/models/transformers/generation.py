@@ -70,7 +70,7 @@ class ClassCache(KVCache):
         n_padding_B1 = all_BS.shape[1] - 1 - attention.positions_BL[:, -1:]
         mask_BS = (torch.arange(all_BS.shape[1], device=tokens_BL.device) >= n_padding_B1).long()
         takes = inspect.signature(model.forward).parameters
-        more: dict[str, Any] = {}
+        more = {}
         if self._images is not None and not self._remembered:
             # A class without a cache, such as Granite 4 Vision, reads the images each time.
             more = {

@@ -88,7 +88,7 @@ def run_with_images(
     """Call a class on packed documents with their images, or, if `attention` has no positions, on
     rows of one document each; `gather_with_images` its results. See `Packing.run` for `static` and
     `masks_padding`."""
-    inputs: dict[str, Any] = {"input_ids": tokens_BL, **image_arguments(model, images, dtype)}
+    inputs = {"input_ids": tokens_BL, **image_arguments(model, images, dtype)}
     options["use_cache"] = False
     if attention is None or attention.positions_BL is None:
         inputs |= cross_attention_arguments(model, tokens_BL, inputs)

@@ -35,8 +35,8 @@ KERNEL = "torchtitan"  # the name of our attention among transformers' names
 Mode = Literal["kernel", "masks", "rows"]
 
 # Functions that transformers builds share the code of their builder.
-_JOINED_MASKS: Any = masking_utils.and_masks()
-_WINDOW_MASK: Any = masking_utils.sliding_window_overlay(1)
+_JOINED_MASKS = masking_utils.and_masks()
+_WINDOW_MASK = masking_utils.sliding_window_overlay(1)
 
 
 @dataclass(frozen=True)

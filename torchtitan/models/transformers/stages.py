@@ -236,7 +236,7 @@ def _check_blocks(
 ) -> None:
     """Raise `_Indivisible` unless hidden states between blocks are one tensor of the model's width
     and type."""
-    outputs: list[Any] = []
+    outputs = []
     handles = [
         model.get_submodule(name).register_forward_hook(lambda *args: outputs.append(args[-1]))
         for name in blocks
