@@ -12,7 +12,7 @@ tokenization_auto.py, `convert_to_native_format` in tokenization_utils_tokenizer
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.components.tokenizer.interface import Tokenizer
 from torchtitan.components.tokenizer.pretrained import PretrainedTokenizer, tokenizer_file
@@ -21,6 +21,10 @@ from torchtitan.components.tokenizer.tokenizer_json import suppress_native_error
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object, read_regular
 from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    import tokenizers
+    from tokenizers.processors import TemplateProcessing
 
 _VERSION = "5.23.0"
 """Version of transformers that these rules follow."""
@@ -113,7 +117,7 @@ def make_loadable_by_auto_tokenizer(folder: Path) -> None:
         )
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> "tokenizers.Tokenizer":
     import tokenizers
 
     with suppress_native_errors(path):
@@ -123,7 +127,7 @@ def _read(path: Path) -> Any:
     return tokenizer
 
 
-def _open_like_auto_tokenizer(folder: Path) -> tuple[str, Any]:
+def _open_like_auto_tokenizer(folder: Path) -> "tuple[str, tokenizers.Tokenizer]":
     """Return the name of the class that `AutoTokenizer` selects for `folder`, and its tokenizer."""
     from tokenizers import AddedToken
 
@@ -180,14 +184,14 @@ def _parts_of(name: str, settings: dict[str, Any]) -> tuple[Any, Any] | None:
     return (None, byte_level) if name == "GPT2Tokenizer" else None
 
 
-def _probes(tokenizer: Any) -> Iterator[str]:
+def _probes(tokenizer: "tokenizers.Tokenizer") -> Iterator[str]:
     """Yield short texts that are likely to reveal a difference."""
     added = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
     yield from ("a b", " a", "a  b\n\n c", "It's 2024!", "e\u0301\ufb01 한국 🦙")
     yield from (f"a{token}a {token} a" for token in [*added[:8], *added[-8:]])
 
 
-def _post_processor(ours: PretrainedTokenizer, theirs: Any) -> Any:
+def _post_processor(ours: PretrainedTokenizer, theirs: Any) -> "TemplateProcessing":
     """Return the post-processor that adds the BOS and EOS of `ours`."""
     from tokenizers.processors import TemplateProcessing
 
@@ -200,7 +204,10 @@ def _post_processor(ours: PretrainedTokenizer, theirs: Any) -> Any:
 
 
 def _new_settings(
-    folder: Path, settings: dict[str, Any], ours: PretrainedTokenizer, theirs: Any
+    folder: Path,
+    settings: dict[str, Any],
+    ours: PretrainedTokenizer,
+    theirs: "tokenizers.Tokenizer",
 ) -> dict[str, Any]:
     """Return a tokenizer_config.json that makes `AutoTokenizer` use tokenizer.json unchanged."""
     # special_tokens_map.json is ignored if there is an `added_tokens_decoder`, written below.

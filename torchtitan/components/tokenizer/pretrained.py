@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.components.tokenizer.interface import Offsets, Tokenizer
 from torchtitan.components.tokenizer.sentencepiece_model import (
@@ -23,6 +23,9 @@ from torchtitan.config.configurable import builds
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import missing_folder_error, read_object
 from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    import tokenizers
 
 EMBEDDED_TOKENIZER = Path(__file__).parents[2] / "assets" / "tokenizer"
 """Folder of the tokenizer shipped with the package, trained on `Stories`."""
@@ -134,7 +137,7 @@ class PretrainedTokenizer(Tokenizer):
             return super().tokenize_with_offsets(texts, allow_special=allow_special)
         return self._backend.tokenize_with_offsets(texts, allow_special=allow_special)
 
-    def as_hugging_face(self) -> Any:
+    def as_hugging_face(self) -> "tokenizers.Tokenizer":
         """Return a new `tokenizers.Tokenizer` with the same ids, apart from BOS and EOS. Raise
         `UserError` if a file in another format cannot be converted."""
         return self._backend.as_hugging_face()

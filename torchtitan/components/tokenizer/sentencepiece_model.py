@@ -4,7 +4,7 @@ sentencepiece."""
 import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.components.tokenizer import probes, tiktoken_model
 from torchtitan.components.tokenizer.conversion_cache import cached_conversion
@@ -14,6 +14,12 @@ from torchtitan.components.tokenizer.tokenizer_json import suppress_native_error
 from torchtitan.tools.digests import bytes_digest, digest_of
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import open_regular, read_object, read_regular, unreadable_file_error
+
+if TYPE_CHECKING:
+    import sentencepiece
+    import tokenizers
+    from tokenizers import models, normalizers
+    from tokenizers.processors import TemplateProcessing
 
 _SPACE = "▁"
 """Character that represents a space in pieces."""
@@ -117,7 +123,7 @@ def _check_supported(path: Path, model: Any) -> None:
         )
 
 
-def _convert(model: Any, *, prefix_everywhere: bool) -> Any:
+def _convert(model: Any, *, prefix_everywhere: bool) -> "tokenizers.Tokenizer":
     from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 
     pieces, normalizer = model.pieces, model.normalizer_spec
@@ -154,7 +160,7 @@ def _convert(model: Any, *, prefix_everywhere: bool) -> Any:
     return tokenizer
 
 
-def _normalizers(spec: Any) -> Iterator[Any]:
+def _normalizers(spec: Any) -> Iterator["normalizers.Normalizer"]:
     from tokenizers import Regex, normalizers
 
     if spec.remove_extra_whitespaces:
@@ -165,7 +171,7 @@ def _normalizers(spec: Any) -> Iterator[Any]:
         yield normalizers.Replace(Regex(rf"{_SPACE}+\z"), "")
 
 
-def _bpe(model: Any) -> Any:
+def _bpe(model: Any) -> "models.BPE":
     """Every split of a piece into two pieces becomes a merge, with the priority of the piece's
     score."""
     from tokenizers import models
@@ -186,7 +192,7 @@ def _bpe(model: Any) -> Any:
     )
 
 
-def _bos_processor(bos: str, bos_id: int) -> Any:
+def _bos_processor(bos: str, bos_id: int) -> "TemplateProcessing":
     from tokenizers.processors import TemplateProcessing
 
     return TemplateProcessing(
@@ -196,7 +202,12 @@ def _bos_processor(bos: str, bos_id: int) -> Any:
     )
 
 
-def _check_ids(path: Path, tokenizer: Any, reference: Any, model: Any) -> None:
+def _check_ids(
+    path: Path,
+    tokenizer: "tokenizers.Tokenizer",
+    reference: "sentencepiece.SentencePieceProcessor",
+    model: Any,
+) -> None:
     added = [piece.piece for piece in model.pieces if piece.type in (_CONTROL, _USER_DEFINED)]
     normal = [piece.piece.replace(_SPACE, " ") for piece in model.pieces if piece.type == _NORMAL]
     tokenizer.encode_special_tokens = True
@@ -210,7 +221,7 @@ def _check_ids(path: Path, tokenizer: Any, reference: Any, model: Any) -> None:
     tokenizer.encode_special_tokens = False
 
 
-def _add_declared(folder: Path, tokenizer: Any) -> None:
+def _add_declared(folder: Path, tokenizer: "tokenizers.Tokenizer") -> None:
     """Add the tokens that the folder's files declare, and mark the special ones. Raise `UserError`
     for other ids than the next ones."""
     from tokenizers import AddedToken

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.components.tokenizer.interface import Offsets
 from torchtitan.components.tokenizer.probes import probe_texts
@@ -24,6 +24,9 @@ from torchtitan.components.tokenizer.tokenizer_json import (
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import parse_json, read_object, read_regular, unreadable_file_error
 from torchtitan.tools.process import usable_cores
+
+if TYPE_CHECKING:
+    import tokenizers
 
 # Llama 3's split pattern and special tokens (with Llama 3.1's names), as published with the model:
 # https://github.com/meta-llama/llama-models/blob/main/models/llama3/tokenizer.py
@@ -116,7 +119,7 @@ class Tiktoken:
     def added_ids(self) -> tuple[list[int], list[int]]:
         return [] if self.file.bos is None else [self.file.special[self.file.bos]], []
 
-    def as_hugging_face(self) -> Any:
+    def as_hugging_face(self) -> "tokenizers.Tokenizer":
         """Return a `tokenizers.Tokenizer`; see `convert_ranks`."""
         return convert_ranks(self.file)
 
@@ -281,7 +284,7 @@ def _checked_id(value: Any, path: Path) -> int:
     return int(value)
 
 
-def convert_ranks(file: RankFile) -> Any:
+def convert_ranks(file: RankFile) -> "tokenizers.Tokenizer":
     """Convert `Tiktoken(file)` to a tokenizer of the library `tokenizers`, without BOS. Like
     transformers' `TikTokenConverter`, every split of a token into two tokens becomes a merge,
     ordered by id. Raise `UserError` if the ids of a text differ from tiktoken's (see
@@ -316,7 +319,7 @@ def convert_ranks(file: RankFile) -> Any:
     return tokenizer
 
 
-def _check_conversion(file: RankFile, tokenizer: Any) -> None:
+def _check_conversion(file: RankFile, tokenizer: "tokenizers.Tokenizer") -> None:
     reference = Tiktoken(file)
     texts = probe_texts([*file.special], [token.decode(errors="ignore") for token in file.ids])
     for allow_special in (False, True):

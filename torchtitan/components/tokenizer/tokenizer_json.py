@@ -9,11 +9,14 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.components.tokenizer.interface import Offsets
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_regular, unreadable_file_error
+
+if TYPE_CHECKING:
+    import tokenizers
 
 NO_BYTES = b"\xff"
 """Bytes that no text in UTF-8 has."""
@@ -129,23 +132,23 @@ class HuggingFace:
         return len(new)
 
     @cached_property
-    def _literal(self) -> Any:
+    def _literal(self) -> "tokenizers.Tokenizer":
         """Tokenizer that treats special tokens in a text as ordinary text."""
         return self._load(literal=True)
 
     @cached_property
-    def _parsing(self) -> Any:
+    def _parsing(self) -> "tokenizers.Tokenizer":
         """Tokenizer that recognizes special tokens in a text; separate because switching modes is
         not thread-safe."""
         return self._load(literal=False)
 
-    def _read(self) -> Any:
+    def _read(self) -> "tokenizers.Tokenizer":
         import tokenizers
 
         with suppress_native_errors(self.path):
             return tokenizers.Tokenizer.from_buffer(self.content)
 
-    def as_hugging_face(self) -> Any:
+    def as_hugging_face(self) -> "tokenizers.Tokenizer":
         """Return a new `tokenizers.Tokenizer`."""
         tokenizer = self._read()
         # Files often contain truncation and padding settings, which must not apply to documents.
@@ -153,7 +156,7 @@ class HuggingFace:
         tokenizer.no_padding()
         return tokenizer
 
-    def _load(self, *, literal: bool) -> Any:
+    def _load(self, *, literal: bool) -> "tokenizers.Tokenizer":
         tokenizer = self.as_hugging_face()
         # `Tokenizer` adds BOS and EOS, and some post-processors exclude whitespace from offsets.
         self._post_processor, tokenizer.post_processor = tokenizer.post_processor, None

@@ -4,10 +4,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"
@@ -27,7 +30,7 @@ _BATCH = 1000
 
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()
-) -> Any:
+) -> "tokenizers.Tokenizer":
     """Return a `tokenizers.Tokenizer` of at most `vocab_size` tokens, the special ones first: BOS,
     EOS, padding, then `special_tokens`. Every text has tokens, since all bytes have one. It adds
     BOS.
@@ -91,7 +94,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
     yield batch
 
 
-def tokenizer_files(tokenizer: Any, chat_template: str = "") -> dict[str, str]:
+def tokenizer_files(tokenizer: "tokenizers.Tokenizer", chat_template: str = "") -> dict[str, str]:
     """Return the text of tokenizer.json, tokenizer_config.json and, if given,
     chat_template.jinja."""
     settings = {
