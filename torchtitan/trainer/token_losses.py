@@ -2,12 +2,12 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchtitan.components.data.base import Batch
+from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.distributed.context_parallel import shard_sequences
 from torchtitan.distributed.parallel_dims import ParallelDims
 
@@ -22,7 +22,9 @@ class TokenLosses:
             has no losses, or losses of other tokens.
     """
 
-    def __init__(self, loss: Any, parallel_dims: ParallelDims, has_failed: Callable[[], bool]):
+    def __init__(
+        self, loss: CrossEntropyLoss, parallel_dims: ParallelDims, has_failed: Callable[[], bool]
+    ):
         self._loss = loss
         self._dims = parallel_dims
         self._has_failed = has_failed

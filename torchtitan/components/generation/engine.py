@@ -3,11 +3,11 @@ one batch; and `generate`, for prompts that are known in advance."""
 
 import inspect
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,13 @@ from torchtitan.components.generation.experts import require_recordable
 from torchtitan.components.generation.forward import device_of, reject_partial_model
 from torchtitan.components.generation.next_tokens import LogprobsOf
 from torchtitan.components.generation.plain_loop import Arrivals, PlainLoop, close_all
-from torchtitan.components.generation.row import Generation, OnToken, Row
+from torchtitan.components.generation.row import Generation, OnToken, ResultT, Row, TextCoroutine
 from torchtitan.components.generation.sampling import Sampling, generator_of
 from torchtitan.components.generation.session import Session
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.reader import ImageReader
 from torchtitan.distributed.whole_tensors import sequence_splits
 from torchtitan.tools.errors import UserError, require
-
-ResultT = TypeVar("ResultT")
 
 _NOT_IN_RUN = (
     "`engine.generate` can be awaited only in coroutines that the same engine runs: "
@@ -207,7 +205,7 @@ class Engine:
                 "threads"
             )
 
-    def run(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    def run(self, texts: Sequence[TextCoroutine[ResultT]]) -> list[ResultT]:
         """Return the results, in order, of coroutines, with the model in evaluation mode. An
         asyncio loop runs them in this thread, so that they may await `generate` and anything else.
         It blocks: asyncio programs call it in a thread. Raise the error of a coroutine, in other
@@ -223,7 +221,7 @@ class Engine:
             close_all(texts)
 
     @torch.no_grad()
-    def _run_plain(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    def _run_plain(self, texts: Sequence[TextCoroutine[ResultT]]) -> list[ResultT]:
         """Return the results of coroutines that await `generate` and nothing else, without a loop
         of asyncio, so that one may run in this thread."""
         self._acquire()

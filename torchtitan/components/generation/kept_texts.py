@@ -1,7 +1,7 @@
 """Finished texts that later prompts begin with, such as the earlier turns of a conversation."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor
 from torchtitan.components.generation.forward import left_padded
 from torchtitan.components.generation.kv_cache import KVCache
 from torchtitan.components.generation.row import PADDING
+from torchtitan.protocols.model import BaseModel
 
 Tokens = tuple[int, ...]
 
@@ -35,7 +36,7 @@ class KeptTexts:
         degree: equal parts into which tensor parallelism splits the sequences of a pass.
     """
 
-    def __init__(self, model: Any, most: int | None, degree: int):
+    def __init__(self, model: BaseModel, most: int | None, degree: int):
         self._model = model
         self._most = most
         self._degree = degree

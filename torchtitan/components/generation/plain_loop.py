@@ -1,15 +1,15 @@
 """Runs coroutines that await an engine's texts and nothing else, without an asyncio loop."""
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
 from torchtitan.components.generation.batch import Batch
-from torchtitan.components.generation.row import Generation, Row
+from torchtitan.components.generation.row import Generation, Row, TextCoroutine
 from torchtitan.tools.errors import UserError
 
-Arrivals = Callable[[int], Sequence[Coroutine[Any, Any, Any]] | None]
+Arrivals = Callable[[int], Sequence[TextCoroutine[Any]] | None]
 """Called between two tokens with the number of free rows, without `max_rows` a very large one;
 returns coroutines that start now. None: end, for example because no text is left, so that the
 cache's memory is free until more arrive."""
@@ -28,11 +28,11 @@ class PlainLoop:
     def __init__(self, batch: Batch, advancing: Callable[[], AbstractContextManager[None]]):
         self._batch = batch
         self._advancing = advancing
-        self._coroutines: dict[int, Coroutine[Any, Any, Any]] = {}
+        self._coroutines: dict[int, TextCoroutine[Any]] = {}
         self._n_started = 0
         self._results: dict[int, Any] = {}
 
-    def finish(self, texts: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    def finish(self, texts: Sequence[TextCoroutine[Any]]) -> list[Any]:
         """Return the results of all coroutines."""
         with self._batch.computing():
             self._start(texts)
@@ -54,7 +54,7 @@ class PlainLoop:
         finally:
             close_all(list(self._coroutines.values()))
 
-    def _start(self, texts: Sequence[Coroutine[Any, Any, Any]]) -> None:
+    def _start(self, texts: Sequence[TextCoroutine[Any]]) -> None:
         first = self._n_started
         self._n_started += len(texts)
         self._coroutines |= enumerate(texts, first)
@@ -81,7 +81,7 @@ class PlainLoop:
                 self._batch.add(row)
 
 
-def close_all(texts: Sequence[Coroutine[Any, Any, Any]]) -> None:
+def close_all(texts: Sequence[TextCoroutine[Any]]) -> None:
     """Close all coroutines, even if the cleanup of one fails."""
     with ExitStack() as stack:
         for text in reversed(texts):

@@ -1,8 +1,8 @@
 """A text that the generation engine continues, and its continuation."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,10 @@ import torch
 
 from torchtitan.components.generation.sampling import Sampling
 from torchtitan.components.images.files import ImageFile
+
+ResultT = TypeVar("ResultT")
+TextCoroutine = Coroutine[Any, Any, ResultT]
+"""Awaits texts of an engine, and perhaps more, as `Engine.run` takes it."""
 
 OnToken = Callable[[int], bool]
 """Called with each new token except stop tokens; return True to end the text."""

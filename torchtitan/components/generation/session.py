@@ -2,16 +2,15 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
+from torchtitan.components.generation.row import Generation, ResultT, Row, TextCoroutine
 from torchtitan.tools.errors import UserError, in_words
 from torchtitan.tools.logging import logger
-
-ResultT = TypeVar("ResultT")
 
 _IN_A_LOOP = (
     "Engine.run starts an asyncio loop, and one runs in this thread already; use await "
@@ -54,7 +53,7 @@ class Session:
         """True if the code that asks runs in a coroutine of this session."""
         return is_in_loop() and asyncio.get_running_loop() is self._loop
 
-    def start(self, texts: Sequence[Coroutine[Any, Any, ResultT]]) -> "list[asyncio.Task[ResultT]]":
+    def start(self, texts: Sequence[TextCoroutine[ResultT]]) -> "list[asyncio.Task[ResultT]]":
         """Return tasks of coroutines, which run in `finish`."""
         tasks = [self._loop.create_task(text) for text in texts]
         for task in tasks:
@@ -95,11 +94,11 @@ class Session:
     def _run_beside(self) -> None:
         self._loop.run_forever()
 
-    async def text(self, row: Any) -> Any:
-        """Return the `Generation` of a row. If its task is canceled, the row leaves the batch."""
-        ended: asyncio.Future[Any] = self._loop.create_future()
+    async def text(self, row: Row) -> Generation:
+        """Return the continuation of a row. If its task is canceled, the row leaves the batch."""
+        ended: asyncio.Future[Generation] = self._loop.create_future()
 
-        def end(generation: Any) -> None:
+        def end(generation: Generation) -> None:
             if not ended.done():
                 ended.set_result(generation)
 
@@ -112,7 +111,7 @@ class Session:
             row.is_done = True
 
     async def _compute(
-        self, tasks: "Sequence[asyncio.Task[Any]]", at_least: Callable[[], int]
+        self, tasks: "Sequence[asyncio.Task[object]]", at_least: Callable[[], int]
     ) -> None:
         begun_at = self._run.n_drawn
         ends_at: int | None = None
@@ -140,7 +139,7 @@ class Session:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _POLL_SECONDS)
 
-    def _on_end(self, task: "asyncio.Task[Any]") -> None:
+    def _on_end(self, task: "asyncio.Task[object]") -> None:
         self._changed.set()
         if task.cancelled():
             self._run.fail(UserError("a coroutine of Engine.run was canceled by other code"))
@@ -164,7 +163,7 @@ def end_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-async def _results(tasks: "Iterable[asyncio.Task[Any]]") -> list[Any]:
+async def _results(tasks: "Iterable[asyncio.Task[object]]") -> list[object]:
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 

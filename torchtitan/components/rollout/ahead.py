@@ -2,13 +2,14 @@
 
 import itertools
 from collections import deque
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torchtitan.components.data.base import Batch
 from torchtitan.components.generation import Engine, Session
+from torchtitan.components.generation.row import TextCoroutine
 from torchtitan.components.rollout.rollout import RolloutEngine
 from torchtitan.components.rollout.trajectory import Group, Trajectory
 
@@ -17,7 +18,7 @@ from torchtitan.components.rollout.trajectory import Group, Trajectory
 class Rollouts:
     """Rollouts of this rank's prompts in a global batch."""
 
-    coroutines: list[Coroutine[Any, Any, Trajectory]]
+    coroutines: list[TextCoroutine[Trajectory]]
     engines: list[RolloutEngine]
     """The engine of each rollout."""
     batches: list[Batch]

@@ -5,7 +5,7 @@ import asyncio
 import functools
 import json
 import urllib.request
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.generation import Generation
+from torchtitan.components.generation.row import TextCoroutine
 from torchtitan.components.generation.sampling import Sampling, generator_of
 from torchtitan.components.generation.session import is_in_loop
 from torchtitan.protocols.tensor_source import TensorSource
@@ -111,7 +112,7 @@ class VLLMEngine:
         ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         return Generation(ids, logprobs, "stop" if choice["finish_reason"] == "stop" else "length")
 
-    def run(self, texts: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    def run(self, texts: Sequence[TextCoroutine[Any]]) -> list[Any]:
         """Send the weights, then return the results, in order, of coroutines that await `generate`,
         in an asyncio loop of its own. All processes call this together, and raise the error of any.
         Raise `UserError` in a loop."""

@@ -5,13 +5,15 @@ import contextlib
 import threading
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchtitan.components.generation import Engine, Sampling
+from torchtitan.components.generation.row import TextCoroutine
 from torchtitan.components.generation.sampling import draw, generator_of
 from torchtitan.components.serving.errors import RequestError
 from torchtitan.components.serving.jobs import Job, Update
@@ -79,13 +81,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Tokenizer, *, max_rows: int = 64, max_queue: int = 256
+        self, model: nn.Module, tokenizer: Tokenizer, *, max_rows: int = 64, max_queue: int = 256
     ):
         self.max_queue = max_queue
         self.totals = Totals()
         self._tokenizer = tokenizer
         self._max_rows = max_rows
-        self._next_model: tuple[Any, Callable[[], None]] | None = None
+        self._next_model: tuple[nn.Module, Callable[[], None]] | None = None
         self._use(model)
         self._waiting: deque[Job] = deque()
         self._running: set[Job] = set()
@@ -94,12 +96,12 @@ class Scheduler:
         self._outbox: list[tuple[asyncio.AbstractEventLoop, asyncio.Queue[Update], Update]] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def _use(self, model: Any) -> None:
+    def _use(self, model: nn.Module) -> None:
         self._engine = Engine(model, sampling=Sampling(), max_rows=self._max_rows)
         self._model = model
         self._device = next(model.parameters()).device
 
-    def replace(self, model: object, on_use: Callable[[], None]) -> None:
+    def replace(self, model: nn.Module, on_use: Callable[[], None]) -> None:
         """Use another model, with the same tokenizer and context, as soon as the running texts have
         ended; waiting ones are computed by it. `on_use` is called then, in the scheduler's thread,
         unless a third model comes first."""
@@ -236,7 +238,7 @@ class Scheduler:
             job.fail(error)
         self._flush()
 
-    def _arrivals(self, n_free: int) -> Sequence[Coroutine[Any, Any, None]] | None:
+    def _arrivals(self, n_free: int) -> Sequence[TextCoroutine[None]] | None:
         """Return the jobs that join, see `Engine.serve`."""
         self._flush()
         with self._changed:

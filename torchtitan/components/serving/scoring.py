@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtitan.components.generation.forward import NOT_FINITE_HINT
 from torchtitan.components.serving.jobs import Entry
@@ -26,7 +26,7 @@ class PromptScores(NamedTuple):
 
 
 def score_prompts(
-    model: Any, prompts: Sequence[Sequence[int]], n_top: int, device: torch.device
+    model: nn.Module, prompts: Sequence[Sequence[int]], n_top: int, device: torch.device
 ) -> list[PromptScores]:
     """Return the scores of prompts, token ids, in one forward pass, with the `n_top` most probable
     tokens at each place. The model must be in evaluation mode. Raise `UserError` if a
