@@ -26,7 +26,9 @@ from torchtitan.components.losses.importance import importance_weights
 from torchtitan.components.losses.policy_loss import generalized_advantages
 from torchtitan.components.observe import metric_sinks
 from torchtitan.components.optim.spikes import SpikeGuard
+from torchtitan.components.rollout import reward_trial
 from torchtitan.components.rollout.batches import to_batches
+from torchtitan.components.rollout.reward_trial import try_rewards
 from torchtitan.components.rollout.rewards import Rewards, number_match
 from torchtitan.components.rollout.rollout import RolloutEngine, Trajectory
 from torchtitan.config.manager import ConfigManager
@@ -38,6 +40,7 @@ from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.models.qwen3_moe import FLAVORS
 from torchtitan.models.qwen3_moe import model_spec as moe_spec
 from torchtitan.tools.errors import RunFailure, UserError
+from torchtitan.trainer import Trainer
 from torchtitan.trainer.rollouts import Completions
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 2048}
@@ -85,9 +88,11 @@ def folder(tmp_path_factory) -> Path:
     ]
     (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (folder / "rewards.py").write_text(
-        "def many(prompt, completion, row):\n    return [1.0] * 3\n"
-        "def nan(prompt, completion, row):\n    return float('nan')\n"
-        "def fails(prompt, completion, row):\n    raise ValueError('two\\nlines')\n"
+        # which pass the trial before the run
+        "def many(prompt, completion, row):\n    return [1.0] * 3 if row['number'] else 1.0\n"
+        "def nan(prompt, completion, row):\n    return float('nan') if row['number'] else 1.0\n"
+        "def fails(prompt, completion, row):\n"
+        "    if row['number']: raise ValueError('two\\nlines')\n    return 1.0\n"
         "async def nothing(row, engine):\n    return None\n"
         "def sees(prompt, completion, row):\n    assert str(row['number']) in prompt\n    return "
         "len(completion)\n"
@@ -936,6 +941,74 @@ def test_broken_rewards_are_named_after_a_save(folder, tmp_path, function, messa
         train_rl(folder, tmp_path / "run", **options, rewards=[f"{folder}/rewards.py:{function}"])
     train_rl(folder, tmp_path / "run", **options, rewards=good)
     assert read_metrics(tmp_path / "run", *NUMBERS) == read_metrics(tmp_path / "straight", *NUMBERS)
+
+
+TRIED = """
+import asyncio
+calls = []
+def score(prompt, completion, row):
+    calls.append(completion)
+    assert "cats" in prompt and completion == "An answer." and row == {ROW}
+    return {"a": 1.0, "b": 0.5}
+async def unknown(prompt, completion, row):
+    return row["category"]
+def batch(prompts, completions, rows):
+    return [0.0] * (len(completions) - 1)
+def of_groups(prompts, completions, rows):
+    assert len(completions) == 4 and len(set(completions)) == 2
+    return [None] * 4
+def infinite(prompt, completion, row):
+    return {"a": 1.0, "b": float("inf")}
+async def leaves(prompt, completion, row):
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("unknown", r"failed: KeyError: 'category' \(.*tried\.py, line 9, in unknown\)"),
+        ("batch", r"returned \[0\.0, 0\.0, 0\.0\], but must return a list .* each of 4 comp"),
+        ("infinite", r"returned \{'a': 1\.0, 'b': inf\}, but must return one finite number"),
+        ("leaves", r"failed: SystemExit: 3 \(.*tried\.py, line 18, in leaves\)"),
+    ],
+)
+def test_rewards_are_tried_with_a_row_before_the_model_is_built(
+    folder, tmp_path, monkeypatch, function, message
+):
+    """Good functions before it are no obstacle, and nothing of the run exists."""
+    row = {"prompt": "Tell me about 0 old cats.", "number": 0}
+    (tmp_path / "tried.py").write_text(TRIED.replace("{ROW}", repr(row)))
+    names = [f"{tmp_path}/tried.py:{name}" for name in ("score", "of_groups", function)]
+    monkeypatch.setattr(Trainer, "build_models", lambda self: pytest.fail("built"))
+    before = (
+        r"^[^ ]*prompts\.jsonl:1, tried with the completion 'An answer\.': the reward function "
+    )
+    with pytest.raises(UserError, match=rf"{before}.*tried\.py:{function} {message}"):
+        train_rl(folder, tmp_path / "run", rewards=names)
+    assert not list(tmp_path.glob("run/*.jsonl"))
+
+
+def test_a_trial_changes_nothing_in_a_run(folder, tmp_path, monkeypatch):
+    """Not its random numbers, nor the state of a reward's file."""
+    state = "import random\ncalls = []\ndef score(prompt, completion, row):\n"
+    state += "    calls.append(completion)\n    return random.random() + len(calls)\n"
+    (tmp_path / "state.py").write_text(state)
+    options = {"rewards": [f"{tmp_path}/state.py:score"], "training__steps": 2}
+    train_rl(folder, tmp_path / "tried", **options)
+    monkeypatch.setattr(RLTrainer, "try_rewards", lambda self: None)
+    train_rl(folder, tmp_path / "untried", **options)
+    runs = [read_metrics(tmp_path / name, *NUMBERS) for name in ("tried", "untried")]
+    assert runs[0] == runs[1]
+
+
+def test_a_trial_waits_for_no_judge_forever(tmp_path, monkeypatch, caplog):
+    """A function may wait for the calls of other rollouts."""
+    monkeypatch.setattr(reward_trial, "SECONDS", 0.05)
+    text = "import asyncio\nasync def waits(prompt, completion, row):\n"
+    (tmp_path / "judge.py").write_text(f"{text}    await asyncio.Barrier(2).wait()\n")
+    try_rewards([f"{tmp_path}/judge.py:waits"], "my.jsonl:1", "?", {})
+    assert "no verdict after 0 seconds; the run begins anyway" in caplog.text
 
 
 def test_a_rollout_without_a_trajectory_is_named(folder, tmp_path):

@@ -28,6 +28,10 @@ def even(prompt, completion, row):
 
 def known(prompts, completions, rows):
     return [float(row["answer"] in completion) for completion, row in zip(completions, rows)]
+
+
+def broken(prompt, completion, row):
+    return row["level"]
 """
 
 
@@ -197,12 +201,24 @@ def test_ranks_with_the_same_answers_agree_on_rewards(tmp_path, options):
         ({"rewards": ["reward_model=x"]}, r"reward models rate in --module rl"),
         ({"rewards": ["nombre"]}, r"answers: .*nombre is unknown"),
         ({"dataset": ["missing.jsonl"]}, r"answers.dataset.*missing.jsonl"),
+        (
+            {"rewards": ["{folder}/rewards.py:broken"]},
+            r"rewards: the first prompt of .*sums\.jsonl, tried with the completion 'a': the reward "
+            r"function .*:broken failed: KeyError: 'level'",
+        ),
         ({"max_new_tokens": 128}, r"max_new_tokens .* below --training.seq_len 128"),
     ],
 )
 def test_mistakes_are_found_before_the_model_is_built(tmp_path, options, changed, message):
+    changed = {name: _in_folder(value, tmp_path) for name, value in changed.items()}
     with pytest.raises(UserError, match=message):
         config_of(tmp_path / "run", options | changed).check(1)
+
+
+def _in_folder(value, folder):
+    if not isinstance(value, list):
+        return value
+    return [one.replace("{folder}", str(folder)) if isinstance(one, str) else one for one in value]
 
 
 def test_a_long_prompt_is_refused(tmp_path, options):

@@ -15,6 +15,7 @@ from torchtitan.components.data.finetuning.prompt_rows import read_prompts
 from torchtitan.components.evaluation.pass_at_k import pass_at_k
 from torchtitan.components.evaluation.validate import split_name
 from torchtitan.components.generation import Generation, Sampling, generate, stop_ids
+from torchtitan.components.rollout.reward_trial import try_rewards
 from torchtitan.components.rollout.rewards import RewardName, Rewards, Text
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError, errors_of, require
@@ -134,9 +135,13 @@ class Answers(PeriodicEvaluation):
             fits = self.max_new_tokens < length
             require(fits, f"{_OPTION}.max_new_tokens", self.max_new_tokens, room)
             self.open_rewards()
-            with errors_of(f"{_OPTION}.dataset"):
-                for dataset in self.named_datasets().values():
-                    read_prompts(dataset, limit=1)
+            for dataset in self.named_datasets().values():
+                with errors_of(f"{_OPTION}.dataset"):
+                    [first] = read_prompts(dataset, limit=1)
+                with errors_of(f"{_OPTION}.rewards"):
+                    text = "\n".join(str(one["content"]) for one in first.prompt.messages)
+                    where = f"the first prompt of {dataset}"
+                    try_rewards(self.rewards, where, text, first.row, group_size=self.per_prompt)
 
     config: Config
 

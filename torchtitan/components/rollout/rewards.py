@@ -23,7 +23,8 @@ numbers by name, whose sum is the reward; or None for no verdict. It may be asyn
 function whose first parameter is `prompts` takes lists, and returns one. A function with a
 parameter `images` also gets the images of the prompt, or a list of these for each prompt."""
 
-BUILT_IN = ("pattern=", "length=", "reward_model=")
+REWARD_MODEL = "reward_model="
+BUILT_IN = ("pattern=", "length=", REWARD_MODEL)
 """Beginnings of built-in rewards with a parameter."""
 
 RewardName = Annotated[str, NamesCode(built_in=BUILT_IN)]

@@ -2,6 +2,7 @@
 reward functions of the configuration."""
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -9,14 +10,18 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.base import Batch
 from torchtitan.components.data.plan.sampler import Array, StepStatistics
+from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.prompts import ImagePromptDataLoader
+from torchtitan.components.rollout.reward_trial import try_rewards
 from torchtitan.components.rollout.rewards import RewardName, Rewards
 from torchtitan.components.rollout.rollout import RolloutConfig
 from torchtitan.components.rollout.trajectory import Group
 from torchtitan.experiments.reward.rating import RewardModel, check_reward_model
 from torchtitan.tools.errors import UserError
+from torchtitan.trainer.models import RunModel
 from torchtitan.trainer.reference import ReferenceTrainer
 from torchtitan.trainer.rollouts import RolloutTrainer, check_rollouts
 
@@ -69,6 +74,25 @@ class RatedRolloutTrainer(ReferenceTrainer, RolloutTrainer):
         rate = partial(RewardModel, with_images=config.prompts_have_images)
         self.rewards = Rewards(config.rewards, config.reward_weights, rate)
         self._rated: list[tuple[int, float]] = []  # prompts of a step with their rewards
+
+    def build_models(self) -> dict[str, RunModel]:
+        """Call each reward function once, then build the models."""
+        self.ranks.broadcast_from_rank0(self.try_rewards)
+        return super().build_models()
+
+    def try_rewards(self) -> None:
+        """Call each reward function, except reward models, with the first row of the data, so that
+        a mistake in one ends the run before the models are built."""
+        loader, config = self.config.dataloader, self.config
+        if not isinstance(loader, PromptDataLoader.Config) or not config.rewards:
+            return
+        if found := loader.first_prompt(self.tokenizer):
+            where, encoded = found
+            _, row = json.loads(encoded.answer or "")
+            prompt = self.tokenizer.decode(encoded.ids.tolist(), skip_special_tokens=True)
+            images = [ImageFile.from_json(image) for image in encoded.images]
+            size = config.rollout.group_size
+            try_rewards(config.rewards, where, prompt, row, images, group_size=size)
 
     def sampled_batches(self, batches: Iterator[Batch]) -> Iterator[list[Group]]:
         """Yield the groups of this rank's prompts in each of the next `MOST_BATCHES` global
