@@ -16,6 +16,8 @@ from tests.conftest import PROJECT
 from tests.training import killed_in, read_metrics, run, tiny_config
 from torchtitan.cli.main import main
 from torchtitan.cli.report import Chart, RunRecord, charts, page, sections, unit_of
+from torchtitan.components.losses.loss import CrossEntropyLoss
+from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.tools.progress import sparkline
 from torchtitan.trainer import Trainer
 
@@ -64,9 +66,9 @@ def test_sections_of_a_run_that_was_killed_twice(runs):
     lines = map(json.loads, (runs[0] / "metrics.jsonl").read_text().splitlines())
     last = [line for line in lines if "loss" in line][-1]
     summary = rows_of(killed, "Summary")
-    assert summary["last loss"] == [f"{last['loss']:.4g}"] and summary["last step"] == summary[
-        "total_steps"
-    ] == ["7"]
+    assert summary["last loss (nats per token)"] == [f"{last['loss']:.4g}"] and summary[
+        "last step"
+    ] == summary["total_steps"] == ["7"]
     assert summary["last event"][0].startswith("end, ") and summary["last n_tokens_seen"] == [
         f"{last['n_tokens_seen']:,}"
     ]
@@ -111,8 +113,46 @@ def test_page_names_models_and_units(runs):
     assert record.model == "llama3 tiny, 70 parameters, 7 trained"
     assert 'step_time <span class="mute">(s)</span>' in text
     assert "grad_norm<small>" in text  # without a unit
+    assert 'loss and validation_loss (dashed) <span class="mute">(nats per token)</span>' in text
+    assert "last loss (nats per token)" in rows_of(runs, "Summary")
     rates = ("tokens_per_second", "validation_tokens_per_second", "waves_per_second")
     assert [unit_of(rate) for rate in rates] == ["tokens/s", "tokens/s", "waves/s"]
+
+
+def test_losses_of_different_units_have_none(runs):
+    """Nor has the loss of a run that was recorded without a unit, such as by an older version."""
+    plain, other, old = (RunRecord(runs[0]) for _ in range(3))
+    other.start = {**other.start, "loss_unit": ""}
+    old.start = {key: value for key, value in old.start.items() if key != "loss_unit"}
+    for together, unit in (
+        ([plain], "nats per token"),
+        ([plain, plain], "nats per token"),
+        ([other], ""),
+        ([plain, other], ""),
+        ([plain, old], ""),
+        ([], ""),
+    ):
+        starts = [record.start for record in together]
+        for name in ("loss", "validation_loss", "loss/stories", "validation_loss/stories"):
+            assert unit_of(name, starts) == unit
+        if together:
+            assert ('<span class="mute">(nats per token)' in page(together)) == bool(unit)
+        assert unit_of("step_time", starts) == "s"
+
+
+def test_only_the_cross_entropy_of_tokens_is_in_nats():
+    class Squared(CrossEntropyLoss):
+        def from_logits(self, logits, labels):
+            return logits.square().sum()
+
+    class Chunked(CrossEntropyLoss):
+        """Another class of the same loss."""
+
+    losses = [kind(CrossEntropyLoss.Config()) for kind in (CrossEntropyLoss, Chunked, Squared)]
+    assert [loss.unit for loss in losses] == ["nats per token", "nats per token", ""]
+    rl, sft = RLTrainer.__new__(RLTrainer), Trainer.__new__(Trainer)
+    rl.loss = sft.loss = losses[0]
+    assert (rl.loss_unit, sft.loss_unit) == ("", "nats per token")
 
 
 def test_text_and_broken_lines(runs, capsys):

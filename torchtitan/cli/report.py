@@ -56,7 +56,7 @@ _UNITS = {
     "validation_bits_per_byte": "bits per byte",
     "validation_time": "s",
 }
-"""Metric, also of a named set, → its unit on the page. A loss has the unit of its method."""
+"""Metric, also of a named set, → its unit on the page. A loss has the unit of its run."""
 
 _LOSS, _VALIDATION_LOSS = "loss", "validation_loss"
 _UNLISTED = {"event", "time", "step", "seconds"}
@@ -242,7 +242,7 @@ def _summary(run: RunRecord) -> dict[str, object]:
     keys = dict.fromkeys(key for line in run.lines for key in line if "/" not in key)
     for key in keys:
         if points := run.points(key):
-            unit = unit_of(key)
+            unit = unit_of(key, [run.start])
             facts[f"last {key} ({unit})" if unit else f"last {key}"] = points[-1][1]
     return facts
 
@@ -324,10 +324,13 @@ def shown_metrics(lines: Iterable[Mapping[str, Any]]) -> list[str]:
     return [key for key in keys if key != "step" and not counters.fullmatch(key)]
 
 
-def unit_of(metric: str) -> str:
-    """Return the unit of a metric on the page: what its name counts per second, or as in
-    `_UNITS`."""
+def unit_of(metric: str, starts: Sequence[Event] = ()) -> str:
+    """Return the unit of a metric on the page: what its name counts per second, as in `_UNITS` or,
+    for losses, what the `starts` of all its runs say; empty if they differ."""
     name = metric.partition("/")[0]
+    if name in (_LOSS, _VALIDATION_LOSS):
+        units = {str(start.get("loss_unit") or "") for start in starts}
+        return units.pop() if len(units) == 1 else ""
     counted = re.fullmatch(r"(?:validation_)?(\w+)_per_second", name)
     return f"{counted[1]}/s" if counted else _UNITS.get(name, "")
 
@@ -369,7 +372,7 @@ def page(runs: Sequence[RunRecord]) -> str:
         runs=runs,
         written=_moment(time.time()),
         charts=charts(runs),
-        unit_of=unit_of,
+        unit_of=partial(unit_of, starts=[run.start for run in runs]),
         sections=sections(runs),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

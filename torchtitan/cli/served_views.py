@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.cli.data_samples import token_texts
-from torchtitan.cli.report import is_metrics, points_of, shown_metrics, thinned
+from torchtitan.cli.report import is_metrics, points_of, shown_metrics, thinned, unit_of
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.finetuning.chat_encoding import EncodedRow
 from torchtitan.components.data.finetuning.filters import Dropped
 from torchtitan.components.data.finetuning.row_batches import BatchEncoder
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.data.sources.rows import Row
+from torchtitan.components.observe.run_events import read_events
 from torchtitan.components.observe.run_files import METRICS
 from torchtitan.components.serving.errors import RequestError
 from torchtitan.components.tokenizer import Tokenizer
@@ -42,16 +43,18 @@ class RunsView:
         return list(self._files())
 
     def read(self, name: str, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return the curves: metric → its points, [step, value], thinned out."""
+        """Return the `curves`, metric → its points, [step, value], thinned out; and the `units` of
+        metrics."""
         file = self._files().get(name)
         if file is None:
             raise RequestError(f"the run {name} was removed", status=404, param="name")
         try:
             lines = [*json_lines(file, is_metrics, [])]
+            starts = [one for one in read_events(file.parent) if one["event"] == "start"]
         except UserError as error:
             raise RequestError(str(error), status=500) from None
         curves = {key: thinned(points_of(lines, key)) for key in shown_metrics(lines)}
-        return {"curves": curves}
+        return {"curves": curves, "units": {key: unit_of(key, starts[-1:]) for key in curves}}
 
     def _files(self) -> dict[str, Path]:
         """Return the file with the metrics of each run."""

@@ -74,6 +74,7 @@ class Accounting(Recorder):
             layout=str(trainer.parallel_dims) if trainer.mesh else "single process",
             parameters=trainer.num_parameters,
             trained_parameters=trainer.num_trained,
+            loss_unit=trainer.loss_unit,
             data={
                 of.name: {"rows": of.report.rows, "tokens": of.report.tokens, "epochs": of.epochs}
                 for of in sets

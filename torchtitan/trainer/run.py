@@ -105,6 +105,9 @@ class Run(Protocol):
     def config(self) -> Sections: ...
 
     @property
+    def loss_unit(self) -> str: ...
+
+    @property
     def dataloader(self) -> BaseDataLoader: ...
 
     @property

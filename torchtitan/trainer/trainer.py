@@ -871,6 +871,11 @@ class Trainer(Configurable):
             return contextlib.nullcontext()  # FSDP and DDP cast the weights
         return self.precision.of(*(part for model in self.models.values() for part in model.parts))
 
+    @property
+    def loss_unit(self) -> str:
+        """Unit of the logged loss; empty: a number of the method, such as DPO's."""
+        return "" if self.has_own_forward else getattr(self.loss, "unit", "")
+
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of a batch and its weight: here, the number of valid tokens.
 

@@ -32,6 +32,9 @@ def metrics_of(n_steps: int) -> list[dict[str, Any]]:
 def runs(tmp_path: Path) -> Path:
     folder = tmp_path / "runs"
     write_run(folder / "first", [*metrics_of(9), {"step": 9, "validation_loss": 1.5}])
+    start = {"event": "start", "time": 1.0, "begun": 1.0, "step": 0, "seconds": {}}
+    line = json.dumps({**start, "loss_unit": "nats per token"})
+    (folder / "first" / "events.jsonl").write_text(f"{line}\n")
     write_run(folder / HOSTILE[:30].replace("/", "_"), metrics_of(3))
     (folder / "no run").mkdir()
     return folder
@@ -63,7 +66,10 @@ def test_runs_are_listed_with_their_curves(tokenizer: Any, views: Any, runs: Pat
         assert sorted(names) == sorted(
             each.name for each in runs.iterdir() if each.name != "no run"
         )
-        curves = client.get("/v1/runs/first").json()["curves"]
+        answer = client.get("/v1/runs/first").json()
+        curves = answer["curves"]
+        units = {name: "nats per token" for name in ("loss", "validation_loss")}
+        assert answer["units"] == {**units, "lr": ""}
         assert list(curves) == ["loss", "lr", "validation_loss"]
         assert curves["loss"] == [[step, 8 / step] for step in range(1, 10)]
         assert curves["validation_loss"] == [[9, 1.5]]

@@ -70,6 +70,11 @@ class CrossEntropyLoss(Configurable):
         self.device_type: str | None = None
         """Type of the device to choose sizes for; None: the device of the hidden states."""
 
+    @property
+    def unit(self) -> str:
+        """Unit of the mean over tokens; empty: a subclass computes another number."""
+        return "nats per token" if self._is_plain else ""
+
     def compile(self, backend: str) -> None:
         """Compile the loss of a chunk of logits, in place."""
         if self._is_plain:
