@@ -17,6 +17,7 @@ from tests.more_vision_types import MORE_TYPES
 from tests.vision_types import HIDDEN, TYPES, VOCABULARY, VisionType
 from tests.vision_types_b_to_g import B_TO_G
 from tests.vision_types_i_to_m import I_TO_M_IN_ROWS, I_TO_M_TYPES
+from tests.vision_types_leading import LEADING_TYPES
 from tests.vision_types_m_to_v import ROWS_M_TO_V, TYPES_M_TO_V
 from tests.vision_types_of_timm import TYPES_OF_JOINED_TILES, TYPES_OF_TIMM, TYPES_OF_TORCHVISION
 from torchtitan.components.images.opening import pixtral_class
@@ -54,7 +55,7 @@ _TEMPLATE = """\
 """
 
 _TYPES = TYPES | MORE_TYPES | B_TO_G | I_TO_M_TYPES | TYPES_M_TO_V
-_TYPES |= TYPES_OF_TORCHVISION | TYPES_OF_TIMM
+_TYPES |= TYPES_OF_TORCHVISION | TYPES_OF_TIMM | LEADING_TYPES
 
 VISION_TYPES: tuple[str, ...] = tuple(TYPES)
 
@@ -65,6 +66,7 @@ IN_ROWS = ("qwen3_5", "hunyuan_vl", "qwen3_5_moe", "granite4_vision", "deepseek_
 IN_ROWS += ("glm5_next", "chameleon")
 IN_ROWS += I_TO_M_IN_ROWS
 IN_ROWS += ROWS_M_TO_V
+IN_ROWS += tuple(LEADING_TYPES)
 """Types that get a row for each packed document: the states of linear attention continue in the
 next document; positions count the images of a batch; the trial sees too little, since the class
 excludes tokens by the least number; or it cannot give the class features in the place of images."""
@@ -84,6 +86,7 @@ def vision_folder(model_type: str, folder: Path, **text: Any) -> Path:
             name: text for name, text in kind.tokens.items() if name.endswith("_token")
         },
         "model_max_length": 4096,
+        **kind.settings,
     }
     _write_json(folder / "tokenizer_config.json", settings)
     template = _TEMPLATE.replace("IMAGE", kind.placeholder.replace("\n", "\\n"))
@@ -292,6 +295,9 @@ def reference_inputs(
 ) -> dict[str, Any]:
     """Return what transformers' processor makes of conversations and of the images of each, padded
     on the right."""
+    if model_type in LEADING_TYPES:
+        texts = [text_of(folder, messages, **template) for messages in conversations]
+        return _leading_inputs(model_type, folder, texts, images)
     call = reference_processor(model_type, folder)
     nested = [list(sample) for sample in images]
     flat: list[Any] = sum(nested, [])
@@ -313,3 +319,39 @@ def reference_inputs(
     of_text = [name for name in inputs if name.endswith(("_ids", "attention_mask"))]
     n_before = _TYPES[model_type].n_before
     return inputs | {name: inputs[name][:, n_before:] for name in of_text if n_before}
+
+
+def _leading_inputs(
+    model_type: str, folder: Path, texts: Sequence[str], images: Sequence[Any]
+) -> dict[str, Any]:
+    """Return texts with what the processor writes before a text for each image, in the place of the
+    image."""
+    from torch.nn.utils.rnn import pad_sequence
+
+    call, tokenizer = reference_processor(model_type, folder), reference_tokenizer(folder)
+    pixels: dict[str, list[Any]] = {}
+    ids, masks = [], []
+    for text, sample in zip(texts, images, strict=True):
+        first, *others = text.split("<image>")
+        row = tokenizer(first, add_special_tokens=False)["input_ids"]
+        mask = [0] * len(row)
+        for image, other in zip(sample, others, strict=True):
+            outputs = dict(call(text=["q"], images=[image], return_tensors="pt"))
+            [own], [places] = outputs.pop("input_ids"), outputs.pop("image_embeds_position_mask")
+            after = tokenizer(other, add_special_tokens=False)["input_ids"]
+            start, stop = places.tolist().index(1) - 1, int(places.nonzero()[-1]) + 1
+            stop += int(places[stop - 1] == 1)  # the token that ends an image
+            row += own[start:stop].tolist() + after
+            mask += places[start:stop].tolist() + [0] * len(after)
+            outputs.pop("attention_mask")
+            for name, value in outputs.items():
+                pixels.setdefault(name, []).append(value)
+        ids.append(torch.tensor(row))
+        masks.append(torch.tensor(mask))
+    inputs: dict[str, Any] = {name: torch.cat(values) for name, values in pixels.items()}
+    if not inputs:  # the class computes no text alone otherwise
+        inputs["image_embeds"] = torch.zeros(0, 1, HIDDEN)
+    of_tokens = [ids, masks, [torch.ones_like(row) for row in ids]]
+    names = ("input_ids", "image_embeds_position_mask", "attention_mask")
+    padded = (pad_sequence(rows, batch_first=True) for rows in of_tokens)
+    return inputs | dict(zip(names, padded, strict=True))

@@ -53,6 +53,8 @@ class VisionType:
     """Values of the image processor."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Values of the processor."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Values of the tokenizer, which processors take for options of images too."""
     id_lists: dict[str, list[str]] = field(default_factory=dict)
     """Field of the configuration → the special tokens whose ids it lists."""
     id_maps: dict[str, list[str]] = field(default_factory=dict)

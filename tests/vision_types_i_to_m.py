@@ -329,8 +329,6 @@ I_TO_M_REFUSED = (
     "idefics",
     "instructblip",
     "instructblipvideo",
-    "kosmos-2",
-    "kosmos-2.5",
     "mistral4",
 )
 """Types that are refused by name (tests/models/test_refused_images_i_to_m.py)."""

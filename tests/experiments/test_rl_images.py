@@ -23,6 +23,7 @@ from tests.tiny_vision import (
     write_scores,
 )
 from tests.training import flags, killed_in, read_metrics, run
+from tests.vision_types_leading import LEADING_TYPES
 from torchtitan.components.generation import next_tokens
 from torchtitan.components.images.files import ImageOpener
 from torchtitan.components.images.reader import ImageReader
@@ -46,7 +47,7 @@ MORE = (
     *("dots3_note", "ernie4_5_vl_moe", "exaone4_5", "gemma3n", "glm4v_moe", "glm5_next", "glm_ocr"),
     *("glmga", "granite4_vision", "granite_docling", "hyperclovax_vision_v2", "idefics2", "janus"),
     *("lfm3_vl", "llava_next_video", "minicpmv4_6", "mistral_large4", "molmo2", "pp_chart2table"),
-    *("qianfan_ocr", "qwen3_5_moe", "video_llava"),
+    *("qianfan_ocr", "qwen3_5_moe", "video_llava", *LEADING_TYPES),
 )
 """Further types, with other mechanisms."""
 MARKS = ({"hunyuan_vl": NOT_EQUAL}, ABSENT_PACKAGES)
@@ -212,7 +213,7 @@ def log_probs_of(model: Any, trajectory: Trajectory, inputs: dict[str, Any]) -> 
     n_new = len(trajectory.tokens) - n_prompt - 1  # the last one may be of an image
     whole = {**inputs, "input_ids": torch.tensor([trajectory.tokens[:-1]])}
     for name, values in inputs.items():
-        if name == "attention_mask" or name.endswith("token_type_ids"):
+        if name == "attention_mask" or name.endswith(("token_type_ids", "position_mask")):
             end = torch.full((1, n_new), int(name == "attention_mask"))
             whole[name] = torch.cat((values, end), dim=1)
     logits = model(**whole).logits[0, n_prompt - 1 :]
@@ -227,7 +228,7 @@ def prompt_inputs(model_type: str, folder: Path, conversations: Any, images: Any
     inputs: list[Any] = []
     for conversation, opened in zip(conversations, images, strict=True):
         options = {"add_generation_prompt": True}
-        if opened:
+        if opened or model_type in LEADING_TYPES:
             inputs.append(reference_inputs(model_type, folder, [conversation], [opened], **options))
         else:
             tokenizer = AutoTokenizer.from_pretrained(folder)

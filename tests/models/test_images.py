@@ -33,6 +33,7 @@ from tests.tiny_vision import (
     vision_model,
 )
 from tests.training import ABSENT, killed_in, read_metrics, read_validation, train
+from tests.vision_types_leading import LEADING_TYPES
 from tests.vision_types_m_to_v import OF_TORCHVISION
 from tests.vision_types_of_timm import TYPES_OF_TIMM, TYPES_OF_TORCHVISION
 from torchtitan.models.transformers.model import TransformersModel
@@ -469,7 +470,7 @@ def test_tensor_parallelism_changes_nothing(
         "qwen3_vl",
         *(
             pytest.param(x, marks=pytest.mark.slow)
-            for x in ("smolvlm", "gemma3", "mllama", "granite4_vision")
+            for x in ("smolvlm", "gemma3", "mllama", "granite4_vision", *LEADING_TYPES)
         ),
     ],
 )

@@ -23,13 +23,6 @@ from torchtitan.tools.errors import UserError
 NO_TOKEN = r"has no token that stands for an image in a text"
 REFUSED = [
     ("idefics", "IdeficsProcessor", "IdeficsImageProcessor", NO_TOKEN),
-    ("kosmos-2", "Kosmos2Processor", "CLIPImageProcessor", NO_TOKEN),
-    (
-        "kosmos-2.5",
-        "Kosmos2_5Processor",
-        "Kosmos2_5ImageProcessor",
-        "does not take a text with two images in their places",
-    ),
     (
         "instructblip",
         "InstructBlipProcessor",

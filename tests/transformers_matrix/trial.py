@@ -249,11 +249,13 @@ def _our_results(model: TransformersModel, tokens_BL: Tensor) -> dict[str, Tenso
 def _class_results(reference: Any, tokens_BL: Tensor) -> dict[str, Tensor]:
     """Return the class's logits and loss, and leave the gradients in the parameters."""
     reference.zero_grad()
-    types = (
-        {"mm_token_type_ids": torch.zeros_like(tokens_BL)}
-        if reference.config.model_type == "molmo2"
-        else {}
-    )
+    types = {}
+    if reference.config.model_type == "molmo2":
+        types = {"mm_token_type_ids": torch.zeros_like(tokens_BL)}
+    if reference.config.model_type == "kosmos-2":  # features of no image
+        features = torch.zeros(0, 1, reference.config.text_config.embed_dim)
+        places = torch.zeros_like(tokens_BL)
+        types = {"image_embeds": features, "image_embeds_position_mask": places}
     outputs = reference(input_ids=tokens_BL, use_cache=False, **types)
     loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), tokens_BL[:, 1:].flatten())
     # some classes compute no loss, or not the loss of the next tokens

@@ -10,6 +10,12 @@ from torch import Tensor
 TOKEN_TYPES = "token_type_ids"
 """Last part of the names of a class's arguments for the types of tokens."""
 
+PLACES = "position_mask"
+"""Last part of the names of a class's arguments for the places of images among tokens."""
+
+OF_TOKENS = (TOKEN_TYPES, PLACES)
+"""Last parts of the names of a class's arguments with a value for each token."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImageInputs:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan.components.images.leading import LeadingForm, find_leading_form
 from torchtitan.components.images.opening import (
     CONFIGS,
     OPTIONAL_CONFIGS,
@@ -91,6 +92,8 @@ class ImageProcessor:
     """Tokens that the chat template writes for an image: one, or all tokens of an image."""
     prefix_form: PrefixForm | None
     """The form of texts, for a class that divides them into a prompt and its answer."""
+    leading_form: LeadingForm | None
+    """The form of images, for a processor that puts one before each text."""
     joins_text: bool
     """True if the text in the place of an image begins or ends with ordinary text, such as the line
     breaks of Gemma 3, or if the processor changes the text next to an image. Token ids then
@@ -139,6 +142,9 @@ class ImageProcessor:
         self.token = str(next(filter(None, (getattr(processor, name, None) for name in names)), ""))
         self.n_written = 1
         self.prefix_form = None
+        self.leading_form = find_leading_form(processor, _noise()[0])
+        if self.leading_form is not None:
+            self.token = processor.tokenizer.convert_ids_to_tokens(self.leading_form.ids[0])
         if not self.token and self._name in _WRITTEN:
             written_id, self.n_written = _written_tokens(folder, self._name)
             self.token = tokenizer.decode([written_id])
@@ -163,7 +169,8 @@ class ImageProcessor:
         self._tensors = None if self._name in _JOINED else "pt"
         self._rewrites = False  # it returns no texts in the place of images
         self._begin = ""
-        self._image_ids = [i for i in processor.image_token_ids if i is not None] or [token_id]
+        own = [] if self.leading_form else processor.image_token_ids
+        self._image_ids = [i for i in own if i is not None] or [token_id]
         self._cached = functools.lru_cache(maxsize=_CACHED_SAMPLES)(self._blank_replacements)
 
     @property
@@ -198,6 +205,10 @@ class ImageProcessor:
     def inputs(self, images: Sequence[Sequence["Image"]]) -> dict[str, Tensor]:
         """Return the arguments of the class for the images of each sample of a batch. Samples may
         have no images, but at least one has. Floating-point tensors are in float32."""
+        if self.leading_form is not None:
+            form, flat = self.leading_form, [image for sample in images for image in sample]
+            outputs = form.call(self._processor, flat)
+            return {name: self._tensor(name, outputs[name]) for name in form.tensors}
         outputs = self._call([sample for sample in images if sample])
         return {name: self._tensor(name, outputs[name]) for name in self._names(outputs)}
 
@@ -223,6 +234,8 @@ class ImageProcessor:
 
     def token_types(self, ids: np.ndarray) -> np.ndarray:
         """Return the types of tokens: 1 for tokens of images, and 0 for others."""
+        if self.leading_form is not None:
+            return (self.leading_form.mask(ids) == 1).astype(np.int64)
         return np.isin(ids, self._image_ids).astype(np.int64)
 
     def more_types(self, ids: np.ndarray) -> dict[str, np.ndarray]:
@@ -232,11 +245,16 @@ class ImageProcessor:
         }
         if self.prefix_form is not None:
             types[TOKEN_TYPES] = self.prefix_form.token_types(ids)
+        if self.leading_form is not None:
+            types[self.leading_form.name] = self.leading_form.mask(ids)
         return types
 
     def _blank_replacements(self, sizes: tuple[Size, ...]) -> tuple[list[str], list[np.ndarray]]:
         if not sizes:
             return [], []
+        if self.leading_form is not None:
+            of_image = np.array(self.leading_form.ids, dtype=np.int32)
+            return [self._written] * len(sizes), [of_image] * len(sizes)
         if self.n_written > 1:
             marks = np.full(self.n_written, self.token_id, dtype=np.int32)
             return [self._written] * len(sizes), [marks] * len(sizes)
@@ -336,13 +354,11 @@ class ImageProcessor:
 
     def _try(self) -> None:
         """Process two images, and compare the results."""
-        from PIL import Image
-
-        noise = np.random.default_rng(0)
-        images = [
-            Image.fromarray(noise.integers(0, 256, (height, width, 3), dtype=np.uint8))
-            for width, height in _TRIAL_SIZES
-        ]
+        images = _noise()
+        if self.leading_form is not None:
+            self._check_tensors(self.inputs([images]))
+            self.joins_text, self.marked = False, {}
+            return
         self.prefix_form = find_prefix_form(self._processor, self._tokenizer, images[0])
         if self.prefix_form is None and self._places_images(images[0]):
             raise UserError(
@@ -386,7 +402,9 @@ class ImageProcessor:
         known = self._processor.image_processor(images, return_tensors=self._tensors)
         if unknown := [name for name in self._names(outputs) if name not in known]:
             raise UserError(f"{self._name} also returns {', '.join(unknown)}, for text and images")
-        tensors = self.inputs([images])
+        self._check_tensors(self.inputs([images]))
+
+    def _check_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         bad = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         if bad or not tensors:
             raise UserError(f"{self._name} returns no finite values for {bad or 'images'}")
@@ -457,6 +475,17 @@ def _warn_of_beginning(name: str, token: str) -> None:
         name,
         token,
     )
+
+
+def _noise() -> list["Image"]:
+    """Return the images of the trial."""
+    from PIL import Image
+
+    noise = np.random.default_rng(0)
+    return [
+        Image.fromarray(noise.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        for width, height in _TRIAL_SIZES
+    ]
 
 
 def _blank_images(sizes: Sequence[Size]) -> list["Image"]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.models.transformers.balance import returns_router_loss
+from torchtitan.models.transformers.tiny import text_inputs
 from torchtitan.protocols.model import BaseModel, converted_modules
 from torchtitan.tools.logging import logger
 from torchtitan.tools.torch_private import (
@@ -145,7 +146,8 @@ def forward_flops(plain: nn.Module, seq_len: int, *, is_recurrent: bool) -> floa
 
     def count(length: int) -> int:
         tokens = torch.zeros(1, length, dtype=torch.long)
-        return layers.count(lambda: plain(input_ids=tokens, use_cache=False))
+        inputs = text_inputs(plain, tokens)
+        return layers.count(lambda: plain(**inputs))
 
     try:
         with torch.device("meta"), torch.no_grad():

@@ -13,9 +13,16 @@ from torch import Tensor
 from torchtitan.components.generation import KVCache
 from torchtitan.models.transformers.cross_attention import cross_attention_arguments
 from torchtitan.models.transformers.description import transformers_config
-from torchtitan.models.transformers.tiny import CLONE_TOLERANCE, TEXT_IDS, random_clone, trial
+from torchtitan.models.transformers.images import absent_images, counted_positions
+from torchtitan.models.transformers.tiny import (
+    CLONE_TOLERANCE,
+    TEXT_IDS,
+    random_clone,
+    text_inputs,
+    trial,
+)
 from torchtitan.protocols.attention import AttentionMetadata
-from torchtitan.protocols.images import TOKEN_TYPES
+from torchtitan.protocols.images import OF_TOKENS
 
 
 class ClassCache(KVCache):
@@ -75,7 +82,7 @@ class ClassCache(KVCache):
             # A class without a cache, such as Granite 4 Vision, reads the images each time.
             more = {
                 name: F.pad(value, (0, all_BS.shape[1] - value.shape[1]))
-                if name.endswith(TOKEN_TYPES)
+                if name.endswith(OF_TOKENS)
                 else value
                 for name, value in self._images.items()
             }
@@ -93,6 +100,11 @@ class ClassCache(KVCache):
             **self._remembered,
         )
         inputs["logits_to_keep"] = 0  # all hidden states reach the head
+        if self._images is None or self._remembered:
+            inputs |= absent_images(model, inputs["input_ids"])
+        positions_BS = counted_positions(model, all_BS, mask_BS)
+        if positions_BS is not None:  # which the class's method leaves out
+            inputs["position_ids"] = positions_BS[:, -inputs["input_ids"].shape[1] :]
         outputs = model(
             **{name: value for name, value in inputs.items() if name in takes}, return_dict=True
         )
@@ -141,7 +153,7 @@ def has_cache(document: Mapping[str, object], implementation: str | None) -> boo
     )
     try:
         model = random_clone(transformers_config(document), implementation)
-        expected_V = model(input_ids=text_1L, use_cache=False).logits[0, -1]
+        expected_V = model(**text_inputs(model, text_1L)).logits[0, -1]
         with ClassCache() as cache:
             for tokens_1L, positions_1L in steps:
                 logits_V = cache.run(model, tokens_1L, cache.attention(positions_1L)).logits[0, -1]

@@ -23,7 +23,7 @@ from torchtitan.models.transformers.packing import (
 )
 from torchtitan.models.transformers.tiny import CLONE_TOLERANCE, TEXT_IDS, random_clone, trial
 from torchtitan.protocols.attention import AttentionMetadata
-from torchtitan.protocols.images import TOKEN_TYPES, ImageInputs
+from torchtitan.protocols.images import OF_TOKENS, ImageInputs
 from torchtitan.tools.device import send
 from torchtitan.tools.errors import UserError, in_words
 
@@ -141,7 +141,7 @@ def implementation_with_images(config: PretrainedConfig, packing: Packing) -> An
 
 
 def _of_tokens(inputs: Mapping[str, object]) -> list[str]:
-    return [name for name in inputs if name == "input_ids" or name.endswith(TOKEN_TYPES)]
+    return [name for name in inputs if name == "input_ids" or name.endswith(OF_TOKENS)]
 
 
 def _positions(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.protocols.attention import AttentionMetadata
-from torchtitan.protocols.images import TOKEN_TYPES, ImageInputs
+from torchtitan.protocols.images import OF_TOKENS, PLACES, ImageInputs
 from torchtitan.tools.device import send
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import tree_iter
@@ -102,8 +102,31 @@ def image_arguments(model: Any, images: ImageInputs, dtype: torch.dtype) -> dict
         name: _as_taken(tensor, dtype, accepted[name].annotation if name in accepted else None)
         for name, tensor in images.tensors.items()
     }
-    types = [name for name in accepted if name.endswith(TOKEN_TYPES)]
+    types = [name for name in accepted if name.endswith(OF_TOKENS)]
+    if not arguments:
+        arguments = absent_images(model, images.token_types_BL)
     return arguments | {name: images.more_types.get(name, images.token_types_BL) for name in types}
+
+
+def absent_images(model: Any, tokens_BL: Tensor) -> dict[str, Tensor]:
+    """Return the arguments for tokens without images of a class that takes a mask of the places of
+    images, and features if it gets no pixels; nothing for other classes."""
+    places = [name for name in inspect.signature(model.forward).parameters if name.endswith(PLACES)]
+    if not places:
+        return {}
+    width = model.config.get_text_config(decoder=True).hidden_size
+    features = torch.zeros(0, 1, width, device=tokens_BL.device)
+    return {places[0]: torch.zeros_like(tokens_BL), "image_embeds": features}
+
+
+def counted_positions(model: Any, ids_BS: Tensor, mask_BS: Tensor) -> Tensor | None:
+    """Return the positions that Kosmos's classes give whole texts: from the id of padding on, and
+    without tokens of padding, which an answer may have. None for other classes."""
+    if not any(name.endswith(PLACES) for name in inspect.signature(model.forward).parameters):
+        return None
+    padding_id = model.config.get_text_config(decoder=True).pad_token_id
+    is_counted = (ids_BS != padding_id) * mask_BS
+    return is_counted.cumsum(-1) * is_counted + padding_id
 
 
 def feature_arguments(

@@ -12,6 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from torchtitan.models.transformers.description import build_class
+from torchtitan.models.transformers.images import absent_images
 from torchtitan.models.transformers.per_layer import PerLayer
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -100,7 +101,7 @@ def text_inputs(model: Any, tokens_BL: torch.Tensor, **optional: Any) -> dict[st
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
         # The decoder takes it, and would otherwise fill a cache, also when a block is recomputed.
         inputs["use_cache"] = False
-    return {"input_ids": tokens_BL, **inputs}
+    return {"input_ids": tokens_BL, **absent_images(model, tokens_BL), **inputs}
 
 
 def random_clone(
