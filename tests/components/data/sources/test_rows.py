@@ -199,6 +199,8 @@ def test_completely_broken_files(tmp_path):
             "a.jsonl is not UTF-8: byte 0xff at offset 16 (line 2)",
         ),
         ("a.jsonl.gz", gzip.compress(b'{"n": 1}')[:-8], "a.jsonl.gz cannot be read"),
+        ("a.jsonl.gz", b"", "a.jsonl.gz is empty, not a compressed file"),
+        ("a.csv.zst", b"", "a.csv.zst is empty, not a compressed file"),
     ]:
         (tmp_path / name).write_bytes(content)
         with raises(message):
@@ -705,11 +707,13 @@ class TestWebDataset:
             {"__key__": "0", "txt": b"\xff"},
             {"__key__": "1", "json": b"{"},
             {"__key__": "2", "txt": "good"},
+            {"__key__": "3", "txt": b"a\0\0"},
         ]
-        not_text, not_json, good = rows_at(self.write(tmp_path / "a.tar", samples))
+        not_text, not_json, good, nul = rows_at(self.write(tmp_path / "a.tar", samples))
         assert not_text.error.startswith("0.txt is broken, 'utf-8' codec can't decode byte 0xff")
         assert not_json.error.startswith("1.json is broken, Expecting property name")
         assert good.values == {"text": "good"}
+        assert nul.error == "3.txt is broken, it has a NUL character"
 
     def test_damaged_files(self, tmp_path):
         """A cut or overwritten file is an error, although tarfile would stop reading without
@@ -725,3 +729,14 @@ class TestWebDataset:
             path.write_bytes(content)
             with raises(f"{path} is not a readable tar file: "):
                 rows_at(path)
+
+    @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
+    def test_empty_blocks_between_members(self, tmp_path, name):
+        """They end an archive for tarfile, which would lose the samples after them: a header that
+        is overwritten with zeros, and the end of the first of two archives."""
+        whole = self.write(tmp_path / "whole.tar").read_bytes()
+        compress = gzip.compress if name.endswith(".gz") else bytes
+        for content in (whole[:512] + bytes(512) + whole[1024:], whole + whole):
+            (tmp_path / name).write_bytes(compress(content))
+            with raises(f"{tmp_path / name} is not a readable tar file: content follows empty "):
+                rows_at(tmp_path / name)

@@ -118,6 +118,9 @@ def _open_bytes(path: Path, on_read: OnRead) -> IO[bytes]:
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return file
+    if not file.peek(1):  # for pyarrow, this is a compressed file without content
+        file.close()
+        raise UserError(f"{path} is empty, not a compressed file; write or download it again")
     # Unlike gzip and zstandard, pyarrow reads both formats, supports several frames, and detects
     # truncation.
     import pyarrow
@@ -244,12 +247,23 @@ def _read_tar(path: Path, name: str, on_read: OnRead, column: str | None) -> Ite
                 for row in sample_rows(archive, name, media=column is None):
                     yield row
                     offset = archive.offset
+                _check_end(archive)
         except tarfile.TarError as error:
             raise UserError(
                 f"{path} is not a readable tar file: {error}, after offset {offset:,}"
             ) from None
-        while file.read(CHUNK_SIZE):  # empty blocks at the end
-            pass
+
+
+def _check_end(archive: tarfile.TarFile) -> None:
+    """Read the empty blocks after an archive. Raise `tarfile.ReadError` if they have content:
+    tarfile ends at the first empty block, also if it is a member that was overwritten."""
+    rest: Any = archive.fileobj
+    while chunk := rest.read(CHUNK_SIZE):
+        if chunk.strip(b"\0"):
+            raise tarfile.ReadError(
+                "content follows empty blocks, which end an archive; they are damage, or several "
+                "archives are in one file"
+            )
 
 
 def _read_csv(path: Path, name: str, on_read: OnRead, column: str | None) -> Iterator[Row]:

@@ -118,6 +118,8 @@ def _sample_row(
             continue
         try:
             text = _content(archive, member).decode()
+            if "\0" in text:  # as in other text files
+                raise ValueError("it has a NUL character")
             if kind == "json":
                 row = object_row(where, parse_json(text))
             else:
