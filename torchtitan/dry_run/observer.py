@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan.dry_run.known_results import KnownResults
 from torchtitan.tools.torch_private import (
     DecompShardingStrategy,
     FakeTensor,
@@ -97,6 +98,7 @@ class _Observation(TorchDispatchMode):
         super().__init__()
         self.observers = observers
         self.looking_away = False
+        self.results = KnownResults()
 
     def __torch_dispatch__(
         self,
@@ -115,7 +117,7 @@ class _Observation(TorchDispatchMode):
             # Without values, PyTorch knows only bfloat16.
             result = func(*(x.bfloat16() for x in args[:2]), *args[2:], **kwargs).float()
         else:
-            result = func(*args, **kwargs)
+            result = self.results.call(func, args, kwargs)
         # `prim` operations only query a tensor's properties.
         if not self.looking_away and func.namespace != "prim":
             operation = Operation(func, args, kwargs, result)

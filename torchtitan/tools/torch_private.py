@@ -316,6 +316,42 @@ def dtensor_like(local: "Tensor", like: "DTensor") -> "DTensor":
     return DTensor(local, like._spec, requires_grad=False)
 
 
+def active_fake_mode() -> Any:
+    """Return the active `FakeTensorMode`, or None."""
+    import torch
+
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+def like_fake_tensor(example: Any) -> "Callable[[torch.UntypedStorage | None], Any]":
+    """Return a function that makes fake tensors of the size, type and place of `example`, which an
+    operation has returned, in new memory (None) or in that of another tensor. FakeTensor's own
+    constructor takes most of the time of a dry run."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    shape, strides = tuple(example.shape), example.stride()
+    offset = example.storage_offset()
+    dtype, device = example.dtype, example.fake_device
+    attributes = dict(vars(example))
+
+    def make(storage: "torch.UntypedStorage | None") -> Any:
+        with torch._C._DisableTorchDispatch():
+            if storage is None:
+                meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            else:
+                meta = torch.empty(0, dtype=dtype, device="meta")
+                meta.set_(storage, offset, shape, strides)
+        fake = torch.Tensor._make_subclass(
+            FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        vars(fake).update(attributes)
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        return fake
+
+    return make
+
+
 def storage_key(storage: "torch.UntypedStorage") -> int:
     """Return the identity of a live storage; a fake one has no `data_ptr`."""
     return storage._cdata
