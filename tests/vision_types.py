@@ -63,6 +63,8 @@ class VisionType:
     """Parts of the class."""
     n_before: int = 0
     """Tokens that the processor writes before each text, besides those of the template."""
+    n_virtual: int = 0
+    """Tokens of an image in a sample of ours that the processor does not write."""
     projector: str = r"model\.multi_modal_projector\."
     """Pattern of the names of parameters between the vision tower and the language model."""
     is_flat: bool = False

@@ -254,7 +254,6 @@ B_TO_G: dict[str, VisionType] = {
 
 B_TO_G_REFUSED = (
     "blip",
-    "blip-2",
     "diffusion_gemma",
     "evolla",
     "florence2",

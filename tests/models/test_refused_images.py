@@ -52,13 +52,6 @@ _NO_PLACE = (
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("blip", {}, {}, "BlipImageProcessor", f"BlipProcessor {_NO_PLACE}"),
     ("git", {}, {}, "CLIPImageProcessor", f"GitProcessor {_NO_PLACE}"),
-    (
-        "blip-2",
-        {},
-        {"num_query_tokens": 4},
-        "BlipImageProcessor",
-        f"Blip2Processor {_BEFORE}",
-    ),
     ("fuyu", {}, {}, "FuyuImageProcessor", f"FuyuProcessor {_BEFORE}"),
     ("evolla", {}, {}, "CLIPImageProcessor", "model_type 'evolla' reads no images"),
     ("florence2", {}, {}, "CLIPImageProcessor", "florence2 is an encoder-decoder"),

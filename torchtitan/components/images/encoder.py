@@ -71,7 +71,7 @@ class ImageEncoder(ConversationEncoder):
                 "its text has special tokens, which a text with images cannot have; remove them"
             )
         before, after = document_wrapping(self._tokenizer)
-        if form := self._processor.prefix_form:
+        if form := self._processor.prefix_form or self._processor.caption_form:
             n_images = len(sample.images)
             before = [*found[:n_images], *form.before_caption]
             found = found[n_images:]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan.components.images.captions import CaptionForm, find_caption_form
 from torchtitan.components.images.leading import LeadingForm, find_leading_form
 from torchtitan.components.images.opening import (
     CONFIGS,
@@ -94,6 +95,8 @@ class ImageProcessor:
     """The form of texts, for a class that divides them into a prompt and its answer."""
     leading_form: LeadingForm | None
     """The form of images, for a processor that puts one before each text."""
+    caption_form: CaptionForm | None
+    """The form of texts, for a class that reads one image before each of them."""
     joins_text: bool
     """True if the text in the place of an image begins or ends with ordinary text, such as the line
     breaks of Gemma 3, or if the processor changes the text next to an image. Token ids then
@@ -145,6 +148,9 @@ class ImageProcessor:
         self.leading_form = find_leading_form(processor, _noise()[0])
         if self.leading_form is not None:
             self.token = processor.tokenizer.convert_ids_to_tokens(self.leading_form.ids[0])
+        self.caption_form = find_caption_form(processor, tokenizer)
+        if self.caption_form is not None:
+            self.token = self.caption_form.token
         if not self.token and self._name in _WRITTEN:
             written_id, self.n_written = _written_tokens(folder, self._name)
             self.token = tokenizer.decode([written_id])
@@ -209,6 +215,10 @@ class ImageProcessor:
             form, flat = self.leading_form, [image for sample in images for image in sample]
             outputs = form.call(self._processor, flat)
             return {name: self._tensor(name, outputs[name]) for name in form.tensors}
+        if self.caption_form is not None:
+            flat = [image for sample in images for image in sample]
+            pixels = self._processor.image_processor(flat, return_tensors="pt")
+            return {name: self._tensor(name, pixels[name]) for name in pixels}
         outputs = self._call([sample for sample in images if sample])
         return {name: self._tensor(name, outputs[name]) for name in self._names(outputs)}
 
@@ -222,6 +232,8 @@ class ImageProcessor:
         """Return the number of images that the placeholders in a text's token ids stand for. Raise
         `UserError` if a template wrote another number of tokens for an image than the class reads.
         """
+        if self.caption_form is not None:
+            self.caption_form.check(ids)
         places = np.flatnonzero(ids == self.token_id)
         n_images, rest = divmod(len(places), self.n_written)
         starts = places[:: self.n_written]
@@ -255,6 +267,9 @@ class ImageProcessor:
         if self.leading_form is not None:
             of_image = np.array(self.leading_form.ids, dtype=np.int32)
             return [self._written] * len(sizes), [of_image] * len(sizes)
+        if self.caption_form is not None:
+            of_image = np.full(self.caption_form.n_tokens, self.token_id, dtype=np.int32)
+            return [self.token] * len(sizes), [of_image] * len(sizes)
         if self.n_written > 1:
             marks = np.full(self.n_written, self.token_id, dtype=np.int32)
             return [self._written] * len(sizes), [marks] * len(sizes)
@@ -355,7 +370,7 @@ class ImageProcessor:
     def _try(self) -> None:
         """Process two images, and compare the results."""
         images = _noise()
-        if self.leading_form is not None:
+        if self.leading_form is not None or self.caption_form is not None:
             self._check_tensors(self.inputs([images]))
             self.joins_text, self.marked = False, {}
             return

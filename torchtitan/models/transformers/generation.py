@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan.components.generation import KVCache
+from torchtitan.models.transformers.captions import blank_image, caption_inputs
 from torchtitan.models.transformers.cross_attention import cross_attention_arguments
 from torchtitan.models.transformers.description import transformers_config
 from torchtitan.models.transformers.images import absent_images, counted_positions
@@ -76,6 +77,9 @@ class ClassCache(KVCache):
         )
         n_padding_B1 = all_BS.shape[1] - 1 - attention.positions_BL[:, -1:]
         mask_BS = (torch.arange(all_BS.shape[1], device=tokens_BL.device) >= n_padding_B1).long()
+        if self._images is not None and self._tokens_BL is None:
+            rows = caption_inputs(model, {**self._images, "attention_mask": mask_BS})
+            self._images = {**self._images, **rows}  # also of rows that end later
         takes = inspect.signature(model.forward).parameters
         more = {}
         if self._images is not None and not self._remembered:
@@ -153,8 +157,9 @@ def has_cache(document: Mapping[str, object], implementation: str | None) -> boo
     )
     try:
         model = random_clone(transformers_config(document), implementation)
-        expected_V = model(**text_inputs(model, text_1L)).logits[0, -1]
-        with ClassCache() as cache:
+        images = blank_image(model)
+        expected_V = model(**text_inputs(model, text_1L), **images).logits[0, -1]
+        with ClassCache(images or None) as cache:
             for tokens_1L, positions_1L in steps:
                 logits_V = cache.run(model, tokens_1L, cache.attention(positions_1L)).logits[0, -1]
     except Exception:  # classes raise various types

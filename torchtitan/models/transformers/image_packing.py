@@ -3,7 +3,7 @@ tiny clone allows."""
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, PretrainedConfig
 
+from torchtitan.models.transformers.captions import caption_inputs, reads_captions
 from torchtitan.models.transformers.cross_attention import cross_attention_arguments
 from torchtitan.models.transformers.images import image_arguments, token_mask
 from torchtitan.models.transformers.packing import (
@@ -88,16 +89,22 @@ def run_with_images(
     """Call a class on packed documents with their images, or, if `attention` has no positions, on
     rows of one document each; `gather_with_images` its results. See `Packing.run` for `static` and
     `masks_padding`."""
-    inputs = {"input_ids": tokens_BL, **image_arguments(model, images, dtype)}
+    if reads_captions(model.config) and not images.tensors:
+        images = replace(images, tensors=images.blank)
+    inputs: dict[str, Any] = {"input_ids": tokens_BL, **image_arguments(model, images, dtype)}
     options["use_cache"] = False
     if attention is None or attention.positions_BL is None:
+        inputs["attention_mask"] = token_mask(tokens_BL, attention)
         inputs |= cross_attention_arguments(model, tokens_BL, inputs)
-        return model(attention_mask=token_mask(tokens_BL, attention), **inputs, **options)
+        inputs |= caption_inputs(model, inputs)
+        return model(**inputs, **options)
     rows = DocumentRows.of(attention, tokens_BL.device)
     if packing.mode == "rows":
         inputs |= {name: rows.take(inputs[name]) for name in _of_tokens(inputs)}
+        inputs["attention_mask"] = rows.mask_NM
         inputs |= cross_attention_arguments(model, inputs["input_ids"], inputs)
-        return model(attention_mask=rows.mask_NM, **inputs, **options)
+        inputs |= caption_inputs(model, inputs)
+        return model(**inputs, **options)
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = _positions(model, inputs, attention, rows)
     # With a mask, transformers does not look for documents in the positions.
@@ -285,6 +292,8 @@ def choose_image_packing(config: PretrainedConfig) -> Packing:
 
 
 def _try(config: PretrainedConfig) -> Packing:
+    if reads_captions(config):
+        return Packing("rows", "its class reads one image before each text")
     config, modes = trial_config(config)
     failures: list[str] = []
     for is_joined in (False, True):

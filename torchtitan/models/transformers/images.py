@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 import torch
 from torch import Tensor, nn
 
+from torchtitan.models.transformers.captions import reads_captions
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.images import OF_TOKENS, PLACES, ImageInputs
 from torchtitan.tools.device import send
@@ -268,7 +269,7 @@ def vision_layers(model: Any) -> list[str]:
             continue
         if all(type(one).forward is not nn.Module.forward for one in module):
             lists[name] = parameters
-    if not lists or feature_owner(model) is None:
+    if not lists or not (feature_owner(model) or reads_captions(model.config)):
         return []
     largest = max(lists, key=lambda name: sum(one.numel() for one in lists[name]))
     return [f"{largest}.{index}" for index in range(len(model.get_submodule(largest)))]

@@ -19,6 +19,7 @@ from torchtitan.models.transformers.balance import (
     records_routers,
     returns_router_loss,
 )
+from torchtitan.models.transformers.captions import language_side, needs_images, reads_captions
 from torchtitan.models.transformers.context import ClassAttention
 from torchtitan.models.transformers.cross_attention import cross_attention_layers
 from torchtitan.models.transformers.description import build_class
@@ -123,7 +124,7 @@ class TransformersModel(BaseModel):
         described = config.transformers_config()
         transform = UNCHANGED if config.scores else logit_transform(config.document)
         implementation: Any
-        if config.reads_images:
+        if config.reads_images or reads_captions(described):
             self.packing = choose_image_packing(described)
             implementation = implementation_with_images(described, self.packing)
         else:
@@ -310,6 +311,9 @@ class TransformersModel(BaseModel):
     def _reading_images(self, images: ImageInputs) -> Iterator[None]:
         """Let all ranks run the vision tower in a forward pass if they share its layers or its
         gradients."""
+        if reads_captions(self.model.config):  # its class runs it in each pass
+            yield
+            return
         layers = self.vision_layers()
         is_shared = any(isinstance(layer, FSDPModule) for layer in layers)
         with contextlib.ExitStack() as contexts:
@@ -347,7 +351,8 @@ class TransformersModel(BaseModel):
     def flops_per_token(self, seq_len: int) -> float:
         """Return operations per token, forward and backward: see `flops`."""
         with torch.device("meta"):
-            plain = build_class(self.config.transformers_config(), "eager").eval()
+            whole = build_class(self.config.transformers_config(), "eager").eval()
+        plain = language_side(whole)
         assert self.head is not None, "of the whole model"
         forward = forward_flops(plain, seq_len, is_recurrent=self.packing.mode == "rows")
         return with_backward(
@@ -459,6 +464,12 @@ class TransformersModel(BaseModel):
     ) -> tuple[Any, Tensor]:
         """Return the class's outputs and the hidden states of documents. A pipeline stage after the
         first gets hidden states instead of tokens."""
+        if needs_images(self.model):
+            raise UserError(
+                f"model_type {self.model.config.model_type} does not compute text alone: its class "
+                "needs an image, pixel_values, for each text; train with --config sft_images or "
+                "lora_images, and generate with --image"
+            )
         if self.stage is not None and tokens_BL.is_floating_point():
             self.stage.received = self.packing.scatter(tokens_BL, attention)
             tokens_BL = torch.zeros_like(tokens_BL[..., 0], dtype=torch.long)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from torchtitan.models.transformers.captions import language_side
 from torchtitan.models.transformers.description import build_class, transformers_config
 from torchtitan.models.transformers.tiny import text_inputs, tiny_config, trial
 from torchtitan.protocols.output_head import LogitTransform
@@ -21,7 +22,7 @@ def logit_transform(document: Mapping[str, object]) -> LogitTransform | None:
     """Return the transform that the class of a config.json applies to the logits of its output
     layer; None if it is not a `LogitTransform`, or the class calls its output layer differently."""
     try:
-        model = build_class(tiny_config(transformers_config(document))).eval()
+        model = language_side(build_class(tiny_config(transformers_config(document)))).eval()
     except Exception:  # such sizes do not fit this class
         return None
 

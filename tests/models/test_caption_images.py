@@ -1,0 +1,422 @@
+"""Types that read one image before each text: against the class called directly on what its
+processor makes of the same images and texts."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from tests.conftest import PROJECT
+from tests.experiments.test_rl_images import CapturingGRPO, config_of
+from tests.models.test_images import PACKED, norm, options, train_rank
+from tests.processes import run_processes
+from tests.tiny_vision import (
+    parts_in,
+    reference_processor,
+    set_training,
+    vision_folder,
+    vision_model,
+)
+from tests.training import ABSENT, killed_in, read_metrics, run, train
+from tests.vision_types_of_captions import CAPTION_TYPES
+from torchtitan.models.transformers.model import TransformersModel
+from torchtitan.tools.errors import UserError
+from torchtitan.trainer import Trainer
+
+PROMPTS = ["What is it?", "Question: which are they? Answer:", "a photo of"]
+ANSWERS = ["a cat and a dog", "x", "two herons."]
+SIZES = [(40, 56), (64, 48), (20, 90)]
+FAST = ("blip-2",)
+TYPES = [
+    pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CAPTION_TYPES
+]
+
+
+def template() -> str:
+    """The chat template of docs/images.md."""
+    found = re.findall(r"```jinja\n(.*?)```", (PROJECT / "docs/images.md").read_text(), re.S)
+    return str(next(text for text in found if "mask_token" in text))
+
+
+def write_model(model_type: str, folder: Path) -> Path:
+    """Write the folder of a type, whose tokenizer begins a text as a published one does."""
+    vision_folder(model_type, folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"bos_token": "<bos>"}
+    path.write_text(json.dumps(settings))
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    [bos] = [one["id"] for one in tokenizer["added_tokens"] if one["content"] == "<bos>"]
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<bos>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [],
+        "special_tokens": {"<bos>": {"id": "<bos>", "ids": [bos], "tokens": ["<bos>"]}},
+    }
+    path.write_text(json.dumps(tokenizer))
+    (folder / "chat_template.jinja").write_text(template())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that writes the folder of a type once."""
+    root = tmp_path_factory.mktemp("models")
+    return lru_cache(lambda model_type: write_model(model_type, root / model_type))
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Image.Image]]:
+    """Return a folder of images, and the images."""
+    root = tmp_path_factory.mktemp("data")
+    generator = np.random.default_rng(0)
+    opened = []
+    for row, (width, height) in enumerate(SIZES):
+        values = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        opened.append(Image.fromarray(values))
+        opened[-1].save(root / f"{row}.png")
+    return root, opened
+
+
+def inputs_of(
+    model_type: str, folder: Path, prompts: list[str], answers: list[str], images: Any
+) -> dict[str, Any]:
+    """Return what the processor makes of images, and of prompts with their answers, with labels."""
+    processor = reference_processor(model_type, folder)
+    end = "<|im_end|>"
+    texts = [f"{p} {a}{end}" if p else f"{a}{end}" for p, a in zip(prompts, answers, strict=True)]
+    inputs = dict(
+        processor(
+            images=images, text=texts, padding=True, padding_side="right", return_tensors="pt"
+        )
+    )
+    labels = torch.full_like(inputs["input_ids"], -100)
+    for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        n_tokens = int(inputs["attention_mask"][row].sum())
+        first = n_tokens - n_tokens_of(processor, text) + n_tokens_of(processor, prompt)
+        labels[row, first:n_tokens] = inputs["input_ids"][row, first:n_tokens]
+    return inputs | {"labels": labels}
+
+
+def n_tokens_of(processor: Any, text: str) -> int:
+    return len(processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def class_of(folder: Path) -> Any:
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    set_training(model)
+    return model
+
+
+def parts_of(number: int) -> list[dict[str, str]]:
+    """Return the content of a question."""
+    text = {"type": "text", "text": PROMPTS[number]}
+    return [{"type": "image", "image": f"{number}.png"}, text]
+
+
+def write_rows(root: Path, prompts: list[str] | None, name: str = "rows.jsonl") -> Path:
+    rows: list[dict[str, Any]] = []
+    for number, answer in enumerate(ANSWERS):
+        image = f"{number}.png"
+        if prompts is None:
+            rows.append({"text": answer, "image": image})
+            continue
+        question = {"role": "user", "content": parts_of(number)}
+        rows.append({"messages": [question, {"role": "assistant", "content": answer}]})
+    return written(root / name, rows)
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("prompts", [PROMPTS, None], ids=["answers", "captions"])
+def test_loss_and_gradients_equal_those_of_the_class(
+    model_type: str,
+    prompts: list[str] | None,
+    folders: Callable[[str], Path],
+    images: Any,
+    tmp_path: Path,
+) -> None:
+    """Of one sample, of all in rows, where a row of the batch has no sample, and of all in one
+    window. The tolerance is that of float32 with sums in another order."""
+    folder = folders(model_type)
+    root, opened = images
+    rows = write_rows(root, prompts)
+    first = tmp_path / "first.jsonl"
+    first.write_text(rows.read_text().splitlines()[0].replace("0.png", str(root / "0.png")) + "\n")
+    given = {"dataloader__image_root": str(root)}
+    for name, file, n, more in (
+        ("one", first, 1, given | {"training__local_batch_size": 1}),
+        ("rows", rows, 3, {"training__local_batch_size": 4, "training__epochs": 1}),
+        ("packed", rows, 3, PACKED),
+    ):
+        model = class_of(folder)
+        texts = (prompts or [""] * n)[:n]
+        loss = model(**inputs_of(model_type, folder, texts, ANSWERS[:n], opened[:n])).loss
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        train(tmp_path / name, **options(folder, file) | more)
+        [(_, ours, grad_norm)] = read_metrics(tmp_path / name, "loss", "grad_norm")
+        assert ours == pytest.approx(float(loss.detach()), rel=1e-5)
+        assert grad_norm == pytest.approx(norm(gradients), rel=1e-5)
+
+
+def class_logits(model: Any, ids: list[int], pixel_values: torch.Tensor) -> torch.Tensor:
+    """Return the logits of tokens after an image, without those of other places."""
+    logits = model(input_ids=torch.tensor([ids]), pixel_values=pixel_values).logits
+    return logits[0, -len(ids) :]
+
+
+def prompt_of(model_type: str, folder: Path, prompt: str, image: Any) -> dict[str, Any]:
+    """Return what the processor makes of an image and a prompt, without an end."""
+    inputs = inputs_of(model_type, folder, [""], [prompt], [image])
+    ids = inputs["input_ids"][0, :-1].tolist()
+    return {"ids": ids, "pixel_values": inputs["pixel_values"]}
+
+
+def greedy(model: Any, ids: list[int], pixel_values: torch.Tensor, n_new: int) -> list[int]:
+    """Return the most probable tokens after a prompt, by the class alone."""
+    found = list(ids)
+    with torch.no_grad():
+        for _ in range(n_new):
+            found.append(int(class_logits(model, found, pixel_values)[-1].argmax()))
+    return found[len(ids) :]
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_answers_equal_those_of_the_class(
+    model_type: str,
+    folders: Callable[[str], Path],
+    images: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of `torchtitan generate --image`, and of `eval`, which asks all at once; the last reference,
+    and that of an empty answer, is wrong."""
+    from torchtitan.cli.evaluate import evaluate
+    from torchtitan.cli.generate import generate
+
+    folder = folders(model_type)
+    root, opened = images
+    model = class_of(folder).eval()
+    prompts = [prompt_of(model_type, folder, *one) for one in zip(PROMPTS, opened, strict=True)]
+    answers = [greedy(model, n_new=8, **prompt) for prompt in prompts]
+    words = ["--checkpoint", str(folder), "--device", "cpu", "--max_new_tokens", "8"]
+    asked = ["--image", str(root / "1.png"), "--prompt", PROMPTS[1], "--json"]
+    assert generate([*words, *asked]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == answers[1]
+    tokenizer = reference_processor(model_type, folder).tokenizer
+    texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+    assert len(set(texts)) == 3
+    expected = [text if text.strip() else "no" for text in [*texts[:2], "no"]]
+    rows = [
+        {"query": prompt, "answer": text, "image": str(root / f"{number}.png")}
+        for number, (prompt, text) in enumerate(zip(PROMPTS, expected, strict=True))
+    ]
+    questions = written(root / "questions.jsonl", rows)
+    assert evaluate([*words, "--tasks", str(questions), "--batch_size", "3"]) == 0
+    [result] = json.loads(capsys.readouterr().out)["results"].values()
+    n_right = 3 - expected.count("no")
+    assert n_right > 0
+    assert result["exact_match"] == pytest.approx(n_right / 3)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_sampled_answers_have_the_probabilities_of_the_class(
+    model_type: str, folders: Callable[[str], Path], images: Any, tmp_path: Path
+) -> None:
+    """When GRPO samples them in batches, and when it trains. The tolerance is that of float32."""
+    folder = folders(model_type)
+    root, opened = images
+    rows = [
+        {"messages": [{"role": "user", "content": parts_of(number)}], "answer": "1"}
+        for number in range(3)
+    ]
+    source = tmp_path / "prompts"
+    shutil.copytree(root, source)
+    written(source / "prompts.jsonl", rows)
+    more = {"training__local_batch_size": 3, "model__train": parts_in(folder)}
+    trainer: Any = run(config_of(folder, source, tmp_path / "run", **more), CapturingGRPO)
+    model = class_of(folder)
+    prompts = [prompt_of(model_type, folder, *one) for one in zip(PROMPTS, opened, strict=True)]
+    n_images = CAPTION_TYPES[model_type].n_virtual
+    trajectories = [trajectory for group in trainer.groups for trajectory in group]
+    seen = set()
+    for number, trajectory in enumerate(trajectories):
+        start = trajectory.loss_mask.index(True)
+        tokens = trajectory.tokens[n_images:]
+        asked = [prompt["ids"] for prompt in prompts].index(tokens[: start - n_images])
+        seen.add(asked)
+        logits = class_logits(model, tokens[:-1], prompts[asked]["pixel_values"])
+        new = torch.tensor(trajectory.tokens[start:])
+        expected = logits[start - n_images - 1 :].log_softmax(-1).gather(1, new[:, None])[:, 0]
+        assert trajectory.logprobs[start:] == pytest.approx(expected.tolist(), abs=2e-5)
+        assert trainer.old[number] == pytest.approx(expected.tolist(), abs=2e-5)
+    assert seen == {0, 1, 2}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_dpo_equals_that_of_the_class(
+    model_type: str, folders: Callable[[str], Path], images: Any, tmp_path: Path
+) -> None:
+    """With a reference of other weights; log-probabilities by the class alone, in float64."""
+    folder = folders(model_type)
+    root, opened = images
+    numbered = enumerate(zip(PROMPTS, ANSWERS, strict=True))
+    rows: list[dict[str, Any]] = [
+        {"prompt": prompt, "chosen": answer, "rejected": "No.", "image": f"{number}.png"}
+        for number, (prompt, answer) in numbered
+    ]
+    other = tmp_path / "reference"
+    shutil.copytree(folder, other)
+    models = [class_of(folder) for _ in range(2)]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for parameter in models[1].parameters():
+            parameter += 0.1 * torch.randn_like(parameter) * parameter.std()
+    models[1].save_pretrained(other)
+    sides = []
+    for answers in (ANSWERS, ["No."] * len(ANSWERS)):
+        inputs = inputs_of(model_type, folder, PROMPTS, answers, opened)
+        targets = inputs.pop("labels")[:, 1:]
+        found = []
+        for model in models:
+            n_tokens = targets.shape[1]  # without hidden states of images before the tokens
+            logits = model(**inputs).logits[:, -n_tokens - 1 : -1].double()
+            chosen = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+            found.append(chosen.where(targets >= 0, 0).sum(-1))
+        sides.append(0.3 * (found[0] - found[1].detach()))
+    expected = -F.logsigmoid(sides[0] - sides[1]).mean()
+    expected.backward()
+    gradients = [p.grad for p in models[0].parameters() if p.grad is not None]
+    more = {"module": "preference", "config": "dpo_images", "training__max_norm": "inf"}
+    more |= {"training__local_batch_size": 3, "loss__beta": 0.3, "reference__path": other}
+    train(tmp_path / "run", **options(folder, written(root / "pairs.jsonl", rows)) | more)
+    [(_, loss, grad_norm)] = read_metrics(tmp_path / "run", "loss", "grad_norm")
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert grad_norm == pytest.approx(norm(gradients), rel=1e-5)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_exports_open_with_the_same_logits(
+    model_type: str, folders: Callable[[str], Path], images: Any, tmp_path: Path
+) -> None:
+    """Of a killed run that continues exactly; with the processor of the folder. Adapters open in
+    peft."""
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    folder = folders(model_type)
+    root, opened = images
+    more = {"training__steps": 3, "optimizer__lr": 1e-2, "lr_scheduler__warmup_steps": 0}
+    more |= {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True}
+    more |= {"checkpoint__export_dtype": "float32", "checkpoint__interval": 1}
+    chosen = options(folder, write_rows(root, PROMPTS)) | {"config": "lora_images"} | more
+    [model] = train(tmp_path / "straight", **chosen).model_parts
+    with killed_in(Trainer, "train_step", 3):
+        train(tmp_path / "killed", **chosen)
+    train(tmp_path / "killed", **chosen)
+    assert read_metrics(tmp_path / "killed", "loss", "grad_norm") == read_metrics(
+        tmp_path / "straight", "loss", "grad_norm"
+    )
+    export = tmp_path / "straight/checkpoint/step-3"
+    ours = AutoProcessor.from_pretrained(folder)
+    theirs = AutoProcessor.from_pretrained(export)
+    inputs, same = (
+        dict(each(images=opened[1], text=PROMPTS[1], return_tensors="pt"))
+        for each in (ours, theirs)
+    )
+    assert inputs.keys() == same.keys()
+    assert all(torch.equal(inputs[name], same[name]) for name in inputs)
+    base = class_of(folder).eval()
+    merged = AutoModelForImageTextToText.from_pretrained(export, dtype=torch.float32).eval()
+    inputs = {name: inputs[name] for name in ("input_ids", "attention_mask", "pixel_values")}
+    with torch.no_grad():
+        plain, of_export = base(**inputs).logits, merged(**inputs).logits
+        adapted = PeftModel.from_pretrained(base, export / "adapter").eval()(**inputs).logits
+    assert not torch.allclose(plain, of_export, atol=1e-2)
+    torch.testing.assert_close(adapted, of_export, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", CAPTION_TYPES)
+def test_two_ranks_change_nothing(
+    model_type: str, folders: Callable[[str], Path], images: Any, tmp_path: Path
+) -> None:
+    """Of three rows, the second rank has one, and a row without a sample; both share the layers of
+    the vision tower."""
+    folder = folders(model_type)
+    rows = write_rows(images[0], PROMPTS)
+    more = {"training__local_batch_size": 1, "training__global_batch_size": 4}
+    more |= {"training__epochs": 2, "training__steps": ABSENT}
+    one = train(tmp_path / "one", **options(folder, rows) | more)
+    [model] = one.model_parts
+    assert len(model.vision_layers()) == 2
+    more |= {"parallelism__data_parallel_shard_degree": 2}
+    run_processes(train_rank, 2, tmp_path / "two", folder, rows, more)
+    expected = read_metrics(tmp_path / "one", "loss", "grad_norm")
+    found = read_metrics(tmp_path / "two", "loss", "grad_norm")
+    assert len(found) == 2
+    assert np.array(found) == pytest.approx(np.array(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("images_of_row", "message"),
+    [([], "this one has no image"), (["0.png", "1.png"], "this one has 2 images, at the tokens")],
+)
+def test_other_numbers_of_images_are_refused(
+    images_of_row: list[str],
+    message: str,
+    folders: Callable[[str], Path],
+    images: Any,
+    tmp_path: Path,
+) -> None:
+    parts = [{"type": "image", "image": name} for name in images_of_row]
+    question = {"role": "user", "content": [*parts, {"type": "text", "text": "Which?"}]}
+    row = {"messages": [question, {"role": "assistant", "content": "x"}]}
+    rows = written(images[0] / "other.jsonl", [row])
+    with pytest.raises(UserError, match=f"reads one image before each text, and {message}"):
+        train(tmp_path, **options(folders("blip-2"), rows), dataloader__broken="error")
+
+
+def test_text_alone_is_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    rows = written(tmp_path / "text.jsonl", [{"prompt": "What?", "completion": "x"}])
+    more = {"config": "sft", "model__train": ABSENT}
+    with pytest.raises(UserError, match="blip-2 does not compute text alone: its class needs an"):
+        train(tmp_path / "run", **options(folders("blip-2"), rows) | more)
+
+
+@pytest.mark.parametrize("model_type", CAPTION_TYPES)
+def test_layouts_that_split_a_text_are_refused(model_type: str) -> None:
+    document = json.loads(vision_model(model_type).config.to_json_string(use_diff=False))
+    config = TransformersModel.Config.of(document)
+    config.reads_images = True
+    reasons = config.unsupported_parallelisms()
+    assert reasons["context_parallel_degree"] == "it reads images"
+    assert "has no plan" in reasons["tensor_parallel_degree"]
+    with pytest.raises(UserError, match="pipeline_parallel_degree above 1 does not divide .*image"):
+        config.pipeline_modules()
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    document = json.loads(vision_model("blip-2").config.to_json_string(use_diff=False))
+    document["text_config"] = {"model_type": "t5"}
+    with pytest.raises(UserError, match="blip-2 is an encoder-decoder; only decoders train here"):
+        TransformersModel.Config.of(document)
