@@ -17,7 +17,7 @@ from tests.more_vision_types import MORE_TYPES
 from tests.vision_types import HIDDEN, TYPES, VOCABULARY, VisionType
 from tests.vision_types_b_to_g import B_TO_G
 from tests.vision_types_i_to_m import I_TO_M_IN_ROWS, I_TO_M_TYPES
-from tests.vision_types_leading import LEADING_TYPES
+from tests.vision_types_leading import LEADING_TYPES, PLACING_TYPES
 from tests.vision_types_m_to_v import ROWS_M_TO_V, TYPES_M_TO_V
 from tests.vision_types_of_captions import CAPTION_TYPES
 from tests.vision_types_of_timm import TYPES_OF_JOINED_TILES, TYPES_OF_TIMM, TYPES_OF_TORCHVISION
@@ -56,7 +56,8 @@ _TEMPLATE = """\
 """
 
 _TYPES = TYPES | MORE_TYPES | B_TO_G | I_TO_M_TYPES | TYPES_M_TO_V
-_TYPES |= TYPES_OF_TORCHVISION | TYPES_OF_TIMM | LEADING_TYPES | CAPTION_TYPES
+_TYPES |= TYPES_OF_TORCHVISION | TYPES_OF_TIMM | LEADING_TYPES | PLACING_TYPES
+_TYPES |= CAPTION_TYPES
 
 VISION_TYPES: tuple[str, ...] = tuple(TYPES)
 
@@ -67,7 +68,7 @@ IN_ROWS = ("qwen3_5", "hunyuan_vl", "qwen3_5_moe", "granite4_vision", "deepseek_
 IN_ROWS += ("glm5_next", "chameleon")
 IN_ROWS += I_TO_M_IN_ROWS
 IN_ROWS += ROWS_M_TO_V
-IN_ROWS += tuple(LEADING_TYPES)
+IN_ROWS += (*LEADING_TYPES, *PLACING_TYPES)
 """Types that get a row for each packed document: the states of linear attention continue in the
 next document; positions count the images of a batch; the trial sees too little, since the class
 excludes tokens by the least number; or it cannot give the class features in the place of images."""
@@ -299,6 +300,9 @@ def reference_inputs(
     if model_type in LEADING_TYPES:
         texts = [text_of(folder, messages, **template) for messages in conversations]
         return _leading_inputs(model_type, folder, texts, images)
+    if model_type == "idefics":
+        texts = [text_of(folder, messages, **template) for messages in conversations]
+        return _idefics_inputs(folder, texts, images)
     call = reference_processor(model_type, folder)
     nested = [list(sample) for sample in images]
     flat: list[Any] = sum(nested, [])
@@ -356,3 +360,30 @@ def _leading_inputs(
     names = ("input_ids", "image_embeds_position_mask", "attention_mask")
     padded = (pad_sequence(rows, batch_first=True) for rows in of_tokens)
     return inputs | dict(zip(names, padded, strict=True))
+
+
+def _idefics_inputs(folder: Path, texts: Sequence[str], images: Sequence[Any]) -> dict[str, Any]:
+    """Return texts with placed images as the processor does those that it places, by its own
+    functions."""
+    from transformers.models.idefics.processing_idefics import (
+        image_attention_mask_for_packed_input_ids as incremental_mask,
+    )
+    from transformers.models.idefics.processing_idefics import (
+        incremental_to_binary_attention_mask as binary_mask,
+    )
+
+    call, tokenizer = reference_processor("idefics", folder), reference_tokenizer(folder)
+    inputs = dict(tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt"))
+    most = max(1, *map(len, images))
+    mask, _ = incremental_mask(inputs["input_ids"], tokenizer, "pt")
+    pixels = torch.zeros(len(texts), most, 3, 32, 32)
+    for row, sample in enumerate(images):
+        if sample:
+            pixels[row, : len(sample)] = call.image_processor(list(sample), return_tensors="pt")
+    mask = binary_mask(mask, "pt", num_classes=most)
+    return {
+        "input_ids": inputs["input_ids"],
+        "attention_mask": inputs["attention_mask"],
+        "pixel_values": pixels,
+        "image_attention_mask": mask,
+    }

@@ -1,4 +1,5 @@
-"""Types of tiny models of images and text whose processor puts one image before each text itself."""
+"""Types of tiny models of images and text whose processor places images itself: one before each
+text, or several in a list of texts and images."""
 
 from tests.vision_types import VISION, VisionType
 
@@ -38,5 +39,34 @@ LEADING_TYPES: dict[str, VisionType] = {
         settings={"max_patches": 16},  # the processor does not read that of its images
         arguments={"num_image_tokens": 4},
         projector=r"image_to_text_projection\.",
+    ),
+}
+
+PLACING_TYPES: dict[str, VisionType] = {
+    "idefics": VisionType(
+        processor="IdeficsProcessor",
+        image_processor="IdeficsImageProcessor",
+        tokens={
+            "image_token": "<image>",
+            "fake": "<fake_token_around_image>",
+            "bos_token": "<s>",
+        },
+        placeholder="<fake_token_around_image><image><fake_token_around_image>",
+        ids={},
+        vision=VISION | {"embed_dim": 32},
+        config={
+            "freeze_text_layers": False,
+            "freeze_vision_layers": False,
+            "use_resampler": True,
+            "perceiver_config": {
+                "model_type": "idefics_perciever",
+                "resampler_n_latents": 4,
+                "resampler_depth": 1,
+                "resampler_n_heads": 4,
+                "resampler_head_dim": 8,
+            },
+        },
+        pixels={"image_size": 32},
+        projector=r"model\.perceiver_resampler\.",
     ),
 }

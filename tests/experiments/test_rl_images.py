@@ -23,7 +23,7 @@ from tests.tiny_vision import (
     write_scores,
 )
 from tests.training import flags, killed_in, read_metrics, run
-from tests.vision_types_leading import LEADING_TYPES
+from tests.vision_types_leading import LEADING_TYPES, PLACING_TYPES
 from torchtitan.components.generation import next_tokens
 from torchtitan.components.images.files import ImageOpener
 from torchtitan.components.images.reader import ImageReader
@@ -47,7 +47,7 @@ MORE = (
     *("dots3_note", "ernie4_5_vl_moe", "exaone4_5", "gemma3n", "glm4v_moe", "glm5_next", "glm_ocr"),
     *("glmga", "granite4_vision", "granite_docling", "hyperclovax_vision_v2", "idefics2", "janus"),
     *("lfm3_vl", "llava_next_video", "minicpmv4_6", "mistral_large4", "molmo2", "pp_chart2table"),
-    *("qianfan_ocr", "qwen3_5_moe", "video_llava", *LEADING_TYPES),
+    *("qianfan_ocr", "qwen3_5_moe", "video_llava", *LEADING_TYPES, *PLACING_TYPES),
 )
 """Further types, with other mechanisms."""
 MARKS = ({"hunyuan_vl": NOT_EQUAL}, ABSENT_PACKAGES)
@@ -216,6 +216,8 @@ def log_probs_of(model: Any, trajectory: Trajectory, inputs: dict[str, Any]) -> 
         if name == "attention_mask" or name.endswith(("token_type_ids", "position_mask")):
             end = torch.full((1, n_new), int(name == "attention_mask"))
             whole[name] = torch.cat((values, end), dim=1)
+        if name == "image_attention_mask":
+            whole[name] = torch.cat((values, values[:, -1:].expand(-1, n_new, -1)), dim=1)
     logits = model(**whole).logits[0, n_prompt - 1 :]
     new = torch.tensor(trajectory.tokens[n_prompt:])
     return logits.log_softmax(-1).gather(1, new[:, None])[:, 0]
@@ -228,7 +230,7 @@ def prompt_inputs(model_type: str, folder: Path, conversations: Any, images: Any
     inputs: list[Any] = []
     for conversation, opened in zip(conversations, images, strict=True):
         options = {"add_generation_prompt": True}
-        if opened or model_type in LEADING_TYPES:
+        if opened or model_type in {**LEADING_TYPES, **PLACING_TYPES}:
             inputs.append(reference_inputs(model_type, folder, [conversation], [opened], **options))
         else:
             tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -23,6 +23,7 @@ UNLIKE_OTHERS = (
     "granite_docling",  # features of layers, which their method does not return
     "ernie4_5_vl_moe",  # experts for the tokens of images
     "mllama",  # layers for images
+    "idefics",  # layers that read images also without any
     "kosmos-2",  # no method for features, and none without images
     "llama4",  # a projector after the method for features
 )

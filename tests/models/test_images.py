@@ -5,6 +5,7 @@ import inspect
 import io
 import itertools
 import json
+import re
 from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -33,7 +34,7 @@ from tests.tiny_vision import (
     vision_model,
 )
 from tests.training import ABSENT, killed_in, read_metrics, read_validation, train
-from tests.vision_types_leading import LEADING_TYPES
+from tests.vision_types_leading import LEADING_TYPES, PLACING_TYPES
 from tests.vision_types_m_to_v import OF_TORCHVISION
 from tests.vision_types_of_timm import TYPES_OF_TIMM, TYPES_OF_TORCHVISION
 from torchtitan.models.transformers.model import TransformersModel
@@ -313,7 +314,8 @@ def test_parts_of_a_model(model_type: str) -> None:
     text = {id(parameter) for part in language for parameter in part.parameters()}
     for name, parameter in model.named_parameters():
         expected = "projector" if in_projector(model_type, name) else "vision"
-        is_text = id(parameter) in text and ".vqmodel." not in name  # of a decoder with the tower
+        in_tower = re.search(r"\.(vqmodel|vision_model|perceiver_resampler)\.", name)
+        is_text = id(parameter) in text and not in_tower  # of a decoder with the tower
         assert parts[id(parameter)] == ("language" if is_text else expected), name
 
 
@@ -470,7 +472,14 @@ def test_tensor_parallelism_changes_nothing(
         "qwen3_vl",
         *(
             pytest.param(x, marks=pytest.mark.slow)
-            for x in ("smolvlm", "gemma3", "mllama", "granite4_vision", *LEADING_TYPES)
+            for x in (
+                "smolvlm",
+                "gemma3",
+                "mllama",
+                "granite4_vision",
+                *LEADING_TYPES,
+                *PLACING_TYPES,
+            )
         ),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 from tests.models.test_images import options, reference, write_rows
 from tests.tiny_vision import reference_inputs, vision_folder
 from tests.training import ABSENT, read_metrics, train
-from tests.vision_types_leading import LEADING_TYPES
+from tests.vision_types_leading import LEADING_TYPES, PLACING_TYPES
 from torchtitan.components.images.encoder import encode_prompt
 from torchtitan.components.images.files import ImageOpener
 from torchtitan.components.images.processor import ImageProcessor
@@ -45,7 +45,10 @@ def adapter_options(folder: Path, rows: Path, **more: Any) -> dict[str, Any]:
     "model_type",
     [
         "qwen3_vl",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma3", "internvl", *LEADING_TYPES)),
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("gemma3", "internvl", *LEADING_TYPES, *PLACING_TYPES)
+        ),
     ],
 )
 def test_adapters_open_in_peft_with_the_same_logits(
@@ -66,7 +69,7 @@ def test_adapters_open_in_peft_with_the_same_logits(
         opened = PeftModel.from_pretrained(base, export / "adapter").eval()
         theirs = opened(**inputs).logits
     names = opened.targeted_module_names
-    is_language = {bool(re.search("language|text_model", name)) for name in names}
+    is_language = {bool(re.search(r"language|text_model|model\.layers", name)) for name in names}
     assert is_language == {True, False}
     tokenizer = PretrainedTokenizer.Config().build(path=folder)
     processor = ImageProcessor.from_folder(folder, tokenizer)

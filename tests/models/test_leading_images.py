@@ -1,5 +1,5 @@
-"""Kosmos-2 and Kosmos-2.5, whose processors put one image before each text: tokens, exports, and
-exact resumes. Losses and gradients are compared in tests/models/test_images.py."""
+"""Types whose processors place images themselves: Kosmos-2 and Kosmos-2.5, one before each text, and
+Idefics, several in a list of texts and images. Tokens, exports, and exact resumes. Losses and gradients are compared in tests/models/test_images.py."""
 
 from pathlib import Path
 from typing import Any
@@ -7,17 +7,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
-from tests.models.test_images import options, write_rows
-from tests.tiny_vision import in_float32, reference_inputs, reference_processor, vision_folder
+from tests.experiments.test_preference_images import answer_labels
+from tests.models.test_images import norm, options, write_rows
+from tests.tiny_vision import (
+    in_float32,
+    reference_inputs,
+    reference_processor,
+    vision_folder,
+    vision_model,
+)
 from tests.training import killed_in, read_metrics, train
-from tests.vision_types_leading import LEADING_TYPES
+from tests.vision_types import VOCABULARY
+from tests.vision_types_leading import LEADING_TYPES, PLACING_TYPES
 from torchtitan.components.images.encoder import encode_prompt
 from torchtitan.components.images.files import ImageOpener
 from torchtitan.components.images.leading import LeadingForm
 from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.images.reader import ImageReader
 from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.models.transformers.cross_attention import cross_attention_arguments
 from torchtitan.trainer import Trainer
 
 
@@ -49,6 +59,30 @@ def test_a_text_after_an_image_equals_that_of_the_processor(
     assert all(torch.equal(found.tensors[name], value) for name, value in expected.items())
 
 
+def test_placed_images_equal_those_that_idefics_places(data: Any, tmp_path: Path) -> None:
+    """Tokens, pixels and the mask of the latest images, which a text's end hides."""
+    folder = vision_folder("idefics", tmp_path / "idefics")
+    rows, _, images = data
+    first, second = images[1]
+    call = reference_processor("idefics", folder)
+    [eos] = [call.tokenizer.eos_token]
+    expected = call(text=[["Two:", first, second, f"birds{eos}and", first, "a cat"]])
+    fake = "<fake_token_around_image>"
+    text = f"<s>Two:{fake}<image>{fake}<image>{fake}birds{eos}and{fake}<image>{fake}a cat"
+    tokenizer = PretrainedTokenizer.Config().build(path=folder)
+    processor = ImageProcessor.from_folder(folder, tokenizer)
+    [rendered] = tokenizer.tokenize([text], allow_special=True)
+    files = [ImageOpener(rows.parent).open(f"1-{index}.png") for index in (0, 1, 0)]
+    ids, found = encode_prompt(processor, tokenizer, rendered, files)
+    assert ids == expected["input_ids"][0].tolist()
+    ids_1L = torch.tensor([ids])
+    model = vision_model("idefics")
+    given = {**found.tensors, "image_attention_mask": found.token_types_BL}
+    arguments = cross_attention_arguments(model, ids_1L, given)
+    assert torch.equal(arguments["pixel_values"], expected["pixel_values"])
+    assert torch.equal(arguments["image_attention_mask"], expected["image_attention_mask"])
+
+
 def test_places_of_images_in_packed_rows() -> None:
     """The tokens in the places of images may also be in a text."""
     form = LeadingForm(ids=[9, 1, 2, 8], places=[-1, 1, 1, -1], name="mask", tensors=[])
@@ -59,7 +93,7 @@ def test_places_of_images_in_packed_rows() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", LEADING_TYPES)
+@pytest.mark.parametrize("model_type", [*LEADING_TYPES, *PLACING_TYPES])
 def test_a_killed_run_continues_exactly_and_its_export_reopens(
     model_type: str, data: Any, tmp_path: Path
 ) -> None:
@@ -89,3 +123,26 @@ def test_a_killed_run_continues_exactly_and_its_export_reopens(
     with torch.no_grad():
         ours = model.eval()(inputs["input_ids"], images=read)
         torch.testing.assert_close(ours, opened(**inputs).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_additional_tokens_of_idefics(data: Any, tmp_path: Path) -> None:
+    """The class cannot compute its own loss with them."""
+    from transformers import AutoModelForImageTextToText
+
+    folder = vision_folder("idefics", tmp_path / "idefics", additional_vocab_size=2)
+    rows, conversations, images = data
+    inputs = reference_inputs("idefics", folder, conversations, images)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    labels = answer_labels(folder, inputs, conversations)
+    with pytest.raises(RuntimeError, match="invalid for input of size"):
+        model(**inputs, labels=labels)
+    logits = model(**inputs).logits
+    assert logits.shape[-1] == VOCABULARY + 2
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    loss.backward()
+    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    train(tmp_path / "run", **options(folder, rows))
+    [(_, ours, grad_norm)] = read_metrics(tmp_path / "run", "loss", "grad_norm")
+    assert ours == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert grad_norm == pytest.approx(norm(gradients), rel=1e-5)

@@ -20,9 +20,7 @@ from torchtitan.components.images.processor import ImageProcessor, _warn_of_begi
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import UserError
 
-NO_TOKEN = r"has no token that stands for an image in a text"
 REFUSED = [
-    ("idefics", "IdeficsProcessor", "IdeficsImageProcessor", NO_TOKEN),
     (
         "instructblip",
         "InstructBlipProcessor",

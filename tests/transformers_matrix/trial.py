@@ -256,6 +256,11 @@ def _class_results(reference: Any, tokens_BL: Tensor) -> dict[str, Tensor]:
         features = torch.zeros(0, 1, reference.config.text_config.embed_dim)
         places = torch.zeros_like(tokens_BL)
         types = {"image_embeds": features, "image_embeds_position_mask": places}
+    if reference.config.model_type == "idefics":
+        reference.requires_grad_(True)  # the class freezes its text layers by default
+        features = torch.zeros(len(tokens_BL), 1, 1, reference.config.vision_config.embed_dim)
+        mask = torch.zeros_like(tokens_BL)[..., None]
+        types = {"image_encoder_embeddings": features, "image_attention_mask": mask}
     outputs = reference(input_ids=tokens_BL, use_cache=False, **types)
     loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), tokens_BL[:, 1:].flatten())
     # some classes compute no loss, or not the loss of the next tokens

@@ -13,7 +13,7 @@ TOKEN_TYPES = "token_type_ids"
 PLACES = "position_mask"
 """Last part of the names of a class's arguments for the places of images among tokens."""
 
-OF_TOKENS = (TOKEN_TYPES, PLACES)
+OF_TOKENS = (TOKEN_TYPES, PLACES, "image_attention_mask")
 """Last parts of the names of a class's arguments with a value for each token."""
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from torchtitan.components.images.placing import CHANGES
 from torchtitan.tools.errors import UserError, in_words
 from torchtitan.tools.files import read_object
 
@@ -151,7 +152,8 @@ def open_processor(folder: Path, back_end: BackEnd) -> Any:
             "tokenizer": AutoTokenizer.from_pretrained(folder, **options),
         }
         _skip_package_of_videos(cls)
-        images_only: Any = type(cls.__name__, (_ImagesOnly, cls), {})
+        changes = [CHANGES[cls.__name__]] if cls.__name__ in CHANGES else []
+        images_only: Any = type(cls.__name__, (_ImagesOnly, *changes, cls), {})
         arguments = [parts.get(name, _ABSENT.get(name)) for name in cls.get_attributes()]
         return images_only.from_args_and_dict(
             arguments, read_object(folder / "processor_config.json")

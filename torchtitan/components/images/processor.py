@@ -415,7 +415,8 @@ class ImageProcessor:
                 "with several turns do not have"
             )
         known = self._processor.image_processor(images, return_tensors=self._tensors)
-        if unknown := [name for name in self._names(outputs) if name not in known]:
+        names = known if isinstance(known, Mapping) else ("pixel_values",)
+        if unknown := [name for name in self._names(outputs) if name not in names]:
             raise UserError(f"{self._name} also returns {', '.join(unknown)}, for text and images")
         self._check_tensors(self.inputs([images]))
 

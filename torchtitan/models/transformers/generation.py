@@ -14,7 +14,11 @@ from torchtitan.components.generation import KVCache
 from torchtitan.models.transformers.captions import blank_image, caption_inputs
 from torchtitan.models.transformers.cross_attention import cross_attention_arguments
 from torchtitan.models.transformers.description import transformers_config
-from torchtitan.models.transformers.images import absent_images, counted_positions
+from torchtitan.models.transformers.images import (
+    absent_images,
+    counted_positions,
+    reads_latest_image,
+)
 from torchtitan.models.transformers.tiny import (
     CLONE_TOLERANCE,
     TEXT_IDS,
@@ -104,7 +108,7 @@ class ClassCache(KVCache):
             **self._remembered,
         )
         inputs["logits_to_keep"] = 0  # all hidden states reach the head
-        if self._images is None or self._remembered:
+        if self._images is None or (self._remembered and not reads_latest_image(model)):
             inputs |= absent_images(model, inputs["input_ids"])
         positions_BS = counted_positions(model, all_BS, mask_BS)
         if positions_BS is not None:  # which the class's method leaves out
@@ -113,7 +117,9 @@ class ClassCache(KVCache):
             **{name: value for name, value in inputs.items() if name in takes}, return_dict=True
         )
         self._tokens_BL = all_BS
-        caches = ("past_key_values", "cache_params", "state")
+        caches = ["past_key_values", "cache_params", "state"]
+        if self._images is not None and reads_latest_image(model):
+            caches.append("image_hidden_states")  # its layers read them again
         self._remembered = {name: outputs[name] for name in caches if outputs.get(name) is not None}
         return outputs
 

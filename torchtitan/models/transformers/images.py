@@ -36,6 +36,8 @@ transformers. Some modules inside the tower's layers are also called projection.
 _TOWERS = re.compile(r"vision|vq")
 """Names of the parts of configurations that describe a vision tower."""
 
+_LATEST = "image_attention_mask"
+
 _OTHER_SENSES = re.compile(r"audio|speech|sound")
 """Names of the towers that images do not reach."""
 
@@ -61,7 +63,10 @@ def parts_of(model: Any) -> dict[Part, list[nn.Parameter]]:
     language = _ids(owner for owner in owners if owner is not None)
     # The decoder of some classes contains the tower.
     towers = _tower_types(model.config)
-    language -= _ids(one for one in model.modules() if type(_config_of(one)) in towers)
+    others = [one for one in model.modules() if type(_config_of(one)) in towers]
+    if any(one in set(others) for one in model.get_decoder().modules()):
+        others += [one for name, one in model.named_modules() if _PROJECTORS.fullmatch(name)]
+    language -= _ids(others)
     parts: dict[Part, list[nn.Parameter]] = {"language": [], "projector": [], "vision": []}
     for name, parameter in model.named_parameters():
         if id(parameter) in language:
@@ -99,9 +104,12 @@ def image_arguments(model: Any, images: ImageInputs, dtype: torch.dtype) -> dict
     """Return the arguments of a class for images, in `dtype`: the type of the weights that read
     them."""
     accepted = inspect.signature(model.forward).parameters
+    tensors = images.tensors
+    if not tensors and reads_latest_image(model):
+        tensors = images.blank  # which no token reads
     arguments = {
         name: _as_taken(tensor, dtype, accepted[name].annotation if name in accepted else None)
-        for name, tensor in images.tensors.items()
+        for name, tensor in tensors.items()
     }
     types = [name for name in accepted if name.endswith(OF_TOKENS)]
     if not arguments:
@@ -109,9 +117,18 @@ def image_arguments(model: Any, images: ImageInputs, dtype: torch.dtype) -> dict
     return arguments | {name: images.more_types.get(name, images.token_types_BL) for name in types}
 
 
+def reads_latest_image(model: Any) -> bool:
+    """Return whether layers of a class read the latest image before each token, as in Idefics."""
+    return _LATEST in inspect.signature(model.forward).parameters
+
+
 def absent_images(model: Any, tokens_BL: Tensor) -> dict[str, Tensor]:
-    """Return the arguments for tokens without images of a class that takes a mask of the places of
-    images, and features if it gets no pixels; nothing for other classes."""
+    """Return the arguments for tokens without images of a class that always takes a mask of images,
+    and features if it gets no pixels; nothing for other classes."""
+    if reads_latest_image(model):
+        features = torch.zeros(len(tokens_BL), 1, 1, model.config.vision_config.embed_dim)
+        mask_BL1 = torch.zeros_like(tokens_BL)[..., None]
+        return {_LATEST: mask_BL1, "image_encoder_embeddings": features.to(tokens_BL.device)}
     places = [name for name in inspect.signature(model.forward).parameters if name.endswith(PLACES)]
     if not places:
         return {}

@@ -43,6 +43,7 @@ from torchtitan.models.transformers.images import (
     join_image_experts,
     places_of,
     reading_blank,
+    reads_latest_image,
     running_vision_once,
     train_parts,
     vision_layers,
@@ -447,7 +448,8 @@ class TransformersModel(BaseModel):
                 **self._packing_options(),
             )
         hidden_BLD = gather_with_images(self.packing, self._hidden_of(outputs), attention)
-        if not (images.tensors or self._reads_blank(images)) and torch.is_grad_enabled():
+        is_read = images.tensors or self._reads_blank(images) or reads_latest_image(self.model)
+        if not is_read and torch.is_grad_enabled():
             layers = nn.ModuleList(cross_attention_layers(self.model))
             readers = [*self.image_readers(), *layers.parameters()]
             hidden_BLD = without_images(readers, hidden_BLD)
