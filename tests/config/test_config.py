@@ -780,7 +780,7 @@ def test_groups_may_have_any_names(name):
     ("words", "message"),
     [
         (["--dataloader.dataset", "a.jsonl", "-v"], "unknown option -v"),
-        (["--dataloader.dataset", "a.jsonl", "-training.steps", "3"], "option -training.steps"),
+        (["--dataloader.dataset", "a.jsonl", "-training.steps", "3"], "write --training.steps"),
         (["--dataloader.dataset", "a.jsonl", "--", "b.jsonl"], "unknown option --;"),
         (["--dump_folder", "-v"], "--dump_folder has no value"),
     ],

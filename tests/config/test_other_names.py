@@ -78,6 +78,30 @@ def test_each_answer_names_options_that_exist():
         (["--validation.enabled"], "use --validator.enable"),
         (["--lora_query"], "use --model_converters.lora.include"),
         (["--optimizer.fused"], "use --optimizer.implementation"),
+        (["--actor_learning_rate", "1e-6"], "use --optimizer.lr"),
+        (["--n_samples_per_prompt", "8"], "use --rollout.group_size of --module rl"),
+        (["--pretrain", "x/y"], "use --hf_assets_path DIR"),
+        (["--zero_stage", "3"], "use --parallelism.data_parallel_shard_degree"),
+        (["--data.train_batch_size", "8"], "use --training.global_batch_size: prompts per step"),
+        (["--trainer.n_gpus_per_node", "8"], "use NGPU=N"),
+        (
+            ["data.train_files=x.parquet"],
+            "unknown option --data.train_files; use --dataloader.data",
+        ),
+        (["+algorithm.adv_estimator=grpo"], "--algorithm.adv_estimator; use --policy.method"),
+        (["training.steps=5"], "'training.steps=5' belongs to no option; write --training.steps=5"),
+        (["++training.seq-len=5"], "belongs to no option; write --training.seq_len=5"),
+        (["stpes=5"], "unknown option --stpes"),
+        (["--tensor-model-parallel-size", "2"], "use --parallelism.tensor_parallel_degree"),
+        (["--train-iters", "5"], "use --training.steps"),
+        (["--model.micro_batch_size", "2"], "use --training.local_batch_size"),
+        (["--exp_manager.exp_dir", "x"], "use --dump_folder"),
+        (["-lr", "1e-4"], "unknown option --lr; use --optimizer.lr"),
+        (["-training.steps", "5"], "begins with two dashes: write --training.steps"),
+        (["--optimizer.name", "adamw_torch"], "ScheduleFreeAdamW; did you mean 'AdamW'?"),
+        (["--optimizer.name", "adamw_8bit"], "did you mean 'AdamW"),
+        (["--lr_scheduler.decay_type", "cosine_with_restarts"], "did you mean 'cosine'?"),
+        (["--lr_scheduler.decay_type", "WSD"], "must be one of linear, sqrt, cosine, power"),
         (["--trust_remote_code"], "use TORCHTITAN_TRUST_REMOTE_CODE=1"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -91,8 +115,36 @@ def test_an_option_of_another_library_is_answered(words: list[str], answer: str)
 def test_a_key_of_another_library_is_answered(tmp_path: Path):
     file = tmp_path / "config.yaml"
     file.write_text("learning_rate: 1.0e-4")
-    with pytest.raises(UserError, match="unknown key 'learning_rate' in .*; use --optimizer.lr$"):
+    with pytest.raises(
+        UserError,
+        match="unknown key 'learning_rate' in .*; use --optimizer.lr. For a whole file .*: torchtitan migrate .*config.yaml",
+    ):
         ConfigManager().parse_args([*DEBUG, "--config_file", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (
+            "tokenizer:\n  _component_: torchtune.models.llama3.llama3_tokenizer",
+            "a recipe of another",
+        ),
+        ("data:\n  train_files: a.parquet", "use --dataloader.dataset. For a whole file"),
+        ("lr_scheduler:\n  decay_type: Cosine_annealing", "power; did you mean 'cosine'"),
+    ],
+)
+def test_a_file_of_another_library_is_answered(tmp_path: Path, text: str, answer: str):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as error:
+        ConfigManager().parse_args([*DEBUG, "--config_file", str(file)])
+    assert answer in str(error.value)
+
+
+def test_the_name_of_a_model_is_no_module():
+    answer = "torchtitan download meta-llama/Llama-3.2-1B, then --module auto --hf_assets_path "
+    with pytest.raises(UserError, match=f"{answer}assets/hf/Llama-3.2-1B$"):
+        ConfigManager().parse_args(["--module", "meta-llama/Llama-3.2-1B", "--config", "lora"])
 
 
 def test_another_name_is_answered_before_the_folder_is_missed():

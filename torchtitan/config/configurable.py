@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -395,6 +396,24 @@ def whole_number(value: Any) -> int:
     if not number.is_integer():
         raise ValueError(f"'{value}' is not a whole number")
     return int(number)
+
+
+def suggest_choice(value: object, declared: Any) -> str:
+    """Return `; did you mean 'x'?` for the word of a `Literal` type that `value` begins with, in
+    any case, or is most like; "" without one."""
+    parts = [declared, *get_args(declared)]
+    words = {
+        str(word).lower(): str(word)
+        for part in parts
+        if get_origin(part) is Literal
+        for word in get_args(part)
+    }
+    meant = str(value).lower()
+    begun = [word for word in words if len(word) > 1 and meant.startswith(word)]
+    if begun:
+        meant = max(begun, key=len)
+    found = difflib.get_close_matches(meant, words, n=1)
+    return f"; did you mean '{words[found[0]]}'?" if found else ""
 
 
 def describe(declared: Any) -> str:

@@ -32,6 +32,7 @@ from torchtitan.config.configurable import (
     holds_list,
     is_plain,
     leaves,
+    suggest_choice,
     whole_number,
 )
 from torchtitan.config.option_table import (
@@ -69,6 +70,9 @@ DEFAULT_SELECTION = {"module": "llama3", "config": "debugmodel"}
 
 _FILES = (".yaml", ".yml", ".toml", ".json")
 """Endings of configuration files."""
+
+_WITHOUT_DASHES = re.compile(r"\+{0,2}([A-Za-z][\w.-]*)=(.*)", re.DOTALL)
+"""An option as Hydra and torchtune write it, with its name and value."""
 
 _BOOLEANS = {"true": True, "false": False}
 
@@ -310,16 +314,25 @@ class ConfigManager:
     def _unknown(self, words: Sequence[str], known: Collection[str]) -> UserError:
         """Return the error for words of the command line that set no option."""
         option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
+        if option and re.fullmatch(r"-[A-Za-z][\w.-]+", option):  # one dash too few
+            return self._unknown([f"-{option}"], known)
         if option is None and words[0].endswith(_FILES):
             # A configuration file of this library, or of another one.
             return UserError(
                 f"'{words[0]}' belongs to no option; use --config_file {words[0]}, or for a file "
                 f"of another library torchtitan migrate {words[0]}"
             )
+        if option is None and (bare := _WITHOUT_DASHES.fullmatch(words[0])):
+            key = _key_of(f"--{bare[1]}")
+            if key not in map(_spelled, known):
+                return self._unknown([f"--{bare[0].lstrip('+')}"], known)
+            return UserError(f"'{words[0]}' belongs to no option; write --{key}={bare[2]}")
         if option is None:
             return UserError(f"'{words[0]}' belongs to no option; see {self.prog} --help")
         key = _key_of(option)
         options = [f"--{name}" for name in (*known, *self._others)]
+        if key in known:
+            return UserError(f"an option begins with two dashes: write --{key}")
         if key in OTHER_NAMES:
             return UserError(f"unknown option {option}; use {OTHER_NAMES[key]}")
         section, _, last = key.rpartition(".")
@@ -433,7 +446,10 @@ def _check_words(words: Sequence[str], types: Mapping[str, object]) -> None:
             raise UserError(f"--{key} has no value; it must be {_described(declared)}")
         tried: object = given if is_list and given != ["None"] else given[0]
         if not fits(tried, declared):
-            raise UserError(f"--{key} is {' '.join(given)!r}, but must be {_described(declared)}")
+            meant = suggest_choice(given[0], declared) if given else ""
+            raise UserError(
+                f"--{key} is {' '.join(given)!r}, but must be {_described(declared)}{meant}"
+            )
 
 
 def _unknown_words(words: Sequence[str], types: Mapping[str, object]) -> list[str]:
@@ -504,15 +520,28 @@ def _check_keys(document: Mapping[str, object], known: Sequence[str], path: str)
         if key in sections:
             raise UserError(f"'{key}' in {path} is a section; set keys in it")
         if key not in known:
+            last = key.rpartition(".")[2]
+            if last == "_component_":  # torchtune's and NeMo Automodel's mark of a class
+                raise UserError(f"{path} is a recipe of another library; {_migrated(path)}")
             if key in OTHER_NAMES:
-                raise UserError(f"unknown key '{key}' in {path}; use {OTHER_NAMES[key]}")
+                raise UserError(
+                    f"unknown key '{key}' in {path}; use {OTHER_NAMES[key]}. For a whole file of "
+                    f"another library: {_migrated(path)}"
+                )
             raise UserError(f"unknown key '{key}' in {path}{suggest(key, known)}")
+
+
+def _migrated(path: str) -> str:
+    return f"torchtitan migrate {path} --out config.yaml"
 
 
 def _check_values(document: Mapping[str, object], types: Mapping[str, object], path: str) -> None:
     for key, value in leaves(document).items():
         if not fits(value, types[key]):
-            raise UserError(f"'{key}' in {path} is {value!r}, but must be {describe(types[key])}")
+            meant = suggest_choice(value, types[key])
+            raise UserError(
+                f"'{key}' in {path} is {value!r}, but must be {describe(types[key])}{meant}"
+            )
         # A file may only say what the command line can, which would take this item for an option.
         for item in value if isinstance(value, list) else []:
             if isinstance(item, str) and item.startswith("-") and not fits(item, float):

@@ -1,8 +1,8 @@
 """Options of other libraries, and their replacements here.
 
 The names are from the documentation of transformers' `TrainingArguments`, PEFT's `LoraConfig`, TRL,
-axolotl, LLaMA-Factory, ms-swift, Unsloth, torchtune, litgpt, and torchtitan before its
-configuration in Python.
+axolotl, LLaMA-Factory, ms-swift, Unsloth, torchtune, litgpt, verl, OpenRLHF, NeMo, Megatron-LM, and
+torchtitan before its configuration in Python.
 """
 
 from collections.abc import Mapping
@@ -68,6 +68,26 @@ _PARTS = "--model.train, the parts to train, of --config sft_images"
 _CACHE = "--dataloader.cache_dir, on the command line"
 _COUNTED = "nothing: every log line has tokens per second, and metrics.jsonl the tokens seen"
 _WEIGHTS = "--dataloader.weights, a share of each dataset"
+_PROMPTS = "--training.global_batch_size: prompts per step on all ranks, in --module rl"
+_ANSWER_TOKENS = "--rollout.max_new_tokens of --module rl"
+_PROMPT_TOKENS = "--dataloader.too_long, since a window also holds the answer"
+_GROUP = "--rollout.group_size of --module rl"
+_MINIBATCHES = "--policy.minibatches of --module rl, updates per step"
+_KL = "--policy.beta of --module rl"
+_POLICY_METHOD = "--policy.method of --module rl, or --module ppo"
+_ENGINE = "--rollout.engine of --module rl, embedded or vllm"
+_SERVER = "nothing here: the server of --rollout.engine vllm has this option"
+_COLUMNS = "--dataloader.columns OURS=THEIRS, such as prompt=question"
+_REWARDS = "--rewards FILE.py:function of --module rl"
+_TENSOR = "--parallelism.tensor_parallel_degree"
+_PIPELINE = "--parallelism.pipeline_parallel_degree"
+_CONTEXT = "--parallelism.context_parallel_degree"
+_EXPERT = "--parallelism.expert_parallel_degree"
+_CRITIC = (
+    "--optimizer.param_groups.value.lr of --module ppo; the critic begins at 0, on the policy's "
+    "layers"
+)
+_MODEL_SIZE = "--hf_assets_path DIR, whose config.json has the sizes, or --model of a small module"
 
 OTHER_NAMES: Mapping[str, str] = {
     # transformers, TRL and PEFT
@@ -377,5 +397,128 @@ OTHER_NAMES: Mapping[str, str] = {
     "train.min_lr": "--lr_scheduler.min_lr_factor, a fraction of the rate",
     "train.save_interval": _INTERVAL,
     "train.tie_embeddings": "--model.tie_embeddings, which config.json sets with --module auto",
+    # verl
+    "actor_rollout_ref.actor.clip_ratio": "--policy.clip_low and clip_high of --module rl",
+    "actor_rollout_ref.actor.clip_ratio_high": "--policy.clip_high of --module rl",
+    "actor_rollout_ref.actor.clip_ratio_low": "--policy.clip_low of --module rl",
+    "actor_rollout_ref.actor.entropy_coeff": "--policy.entropy_weight of --module rl",
+    "actor_rollout_ref.actor.grad_clip": _NORM,
+    "actor_rollout_ref.actor.kl_loss_coef": _KL,
+    "actor_rollout_ref.actor.kl_loss_type": "--policy.kl of --module rl",
+    "actor_rollout_ref.actor.ppo_epochs": "--policy.updates of --module rl",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": _LOCAL_BATCH,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": _MINIBATCHES,
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": _CONTEXT,
+    "actor_rollout_ref.actor.use_kl_loss": _KL,
+    "actor_rollout_ref.model.enable_gradient_checkpointing": _RECOMPUTE,
+    "actor_rollout_ref.model.path": _MODEL,
+    "actor_rollout_ref.rollout.gpu_memory_utilization": _SERVER,
+    "actor_rollout_ref.rollout.n": _GROUP,
+    "actor_rollout_ref.rollout.name": _ENGINE,
+    "actor_rollout_ref.rollout.response_length": _ANSWER_TOKENS,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": _SERVER,
+    "algorithm.adv_estimator": _POLICY_METHOD,
+    "algorithm.gamma": "nothing: rewards are not discounted",
+    "algorithm.kl_ctrl.kl_coef": _KL,
+    "algorithm.lam": "--policy.gae_decay of --module ppo",
+    "algorithm.use_kl_in_reward": "--policy.kl_in_reward of --module rl",
+    "critic.model.path": _CRITIC,
+    "critic.optim.lr": _CRITIC,
+    "custom_reward_function.name": _REWARDS,
+    "custom_reward_function.path": _REWARDS,
+    "data.max_prompt_length": _PROMPT_TOKENS,
+    "data.max_response_length": _ANSWER_TOKENS,
+    "data.prompt_key": _COLUMNS,
+    "data.train_batch_size": _PROMPTS,
+    "data.train_files": _DATASET,
+    "data.val_files": _HELD_OUT,
+    "trainer.default_local_dir": _FOLDER,
+    "trainer.experiment_name": _FOLDER,
+    "trainer.logger": _LOGGERS,
+    "trainer.n_gpus_per_node": _PROCESSES,
+    "trainer.nnodes": _PROCESSES,
+    "trainer.project_name": "--metrics.enable_wandb, with the variable WANDB_PROJECT",
+    "trainer.resume_mode": _RESUMING,
+    "trainer.save_freq": _INTERVAL,
+    "trainer.test_freq": _VALIDATION,
+    "trainer.total_epochs": _EPOCHS,
+    "trainer.total_training_steps": _STEPS,
+    "trainer.val_before_train": "--validator.at_start",
+    # OpenRLHF
+    "actor_learning_rate": _RATE,
+    "adam_betas": "--optimizer.beta1 and beta2",
+    "adam_offload": "--training.enable_cpu_offload",
+    "advantage_estimator": _POLICY_METHOD,
+    "apply_chat_template": "nothing: conversations are always written by the chat template",
+    "aux_loss_coef": "--model.moe.penalties.batch_loss, of models with experts (docs/moe.md)",
+    "ckpt_path": _FOLDER,
+    "critic_learning_rate": _CRITIC,
+    "critic_pretrain": _CRITIC,
+    "eps_clip": "--policy.clip_low and clip_high of --module rl",
+    "generate_max_len": _ANSWER_TOKENS,
+    "init_kl_coef": _KL,
+    "input_key": _COLUMNS,
+    "input_template": "--dataloader.chat_template, by default the one in the model's folder",
+    "label_key": _COLUMNS,
+    "max_ckpt_num": "--checkpoint.keep_latest_k",
+    "max_epochs": _EPOCHS,
+    "max_len": _SEQ_LEN,
+    "micro_rollout_batch_size": "--rollout.max_rows of --module rl",
+    "micro_train_batch_size": _LOCAL_BATCH,
+    "n_samples_per_prompt": _GROUP,
+    "num_episodes": _EPOCHS,
+    "output_key": _COLUMNS,
+    "packing_samples": "--dataloader.packing",
+    "pretrain": _MODEL,
+    "prompt_data": _DATASET,
+    "prompt_max_len": _PROMPT_TOKENS,
+    "remote_rm_url": _REWARDS,
+    "reward_pretrain": "--rewards reward_model=DIR of --module rl",
+    "ring_attn_size": _CONTEXT,
+    "rollout_batch_size": _PROMPTS,
+    "save_path": _FOLDER,
+    "train_batch_size": _GLOBAL_BATCH,
+    "vllm_num_engines": _SERVER,
+    "vllm_tensor_parallel_size": _SERVER,
+    "zero_stage": _SHARDING,
+    "zpg": "--parallelism.data_parallel_replicate_degree, with shards within a host",
+    # NeMo and Megatron-LM
+    "clip_grad": _NORM,
+    "context_parallel_degree": _CONTEXT,
+    "data_path": _DATASET,
+    "decay_lr_style": "--lr_scheduler.decay_type",
+    "exit_interval": _STEPS,
+    "exp_manager.exp_dir": _FOLDER,
+    "expert_model_parallel_size": _EXPERT,
+    "expert_parallel_size": _EXPERT,
+    "global_batch_size": _GLOBAL_BATCH,
+    "hidden_size": _MODEL_SIZE,
+    "log_interval": "--metrics.log_freq",
+    "lr_decay_iters": "--lr_scheduler.total_steps",
+    "lr_decay_style": "--lr_scheduler.decay_type",
+    "lr_warmup_fraction": "--lr_scheduler.warmup_ratio",
+    "lr_warmup_iters": _WARMUP,
+    "min_lr": "--lr_scheduler.min_lr_factor, a fraction of the rate",
+    "num_layers": _MODEL_SIZE,
+    "pipeline_model_parallel_size": _PIPELINE,
+    "pipeline_parallel_size": _PIPELINE,
+    "policy.generation.max_new_tokens": _ANSWER_TOKENS,
+    "policy.max_total_sequence_length": _SEQ_LEN,
+    "policy.model_name": _MODEL,
+    "policy.train_global_batch_size": _GLOBAL_BATCH,
+    "policy.train_micro_batch_size": _LOCAL_BATCH,
+    "recompute_granularity": _RECOMPUTE,
+    "restore_from_path": _MODEL,
+    "save_interval": _INTERVAL,
+    "seq_length": _SEQ_LEN,
+    "sequence_parallel": f"nothing: {_TENSOR} also divides the activations between the layers",
+    "tensor_model_parallel_size": _TENSOR,
+    "tensor_parallel_size": _TENSOR,
+    "tokenizer_model": _MODEL,
+    "train_data_path": _DATASET,
+    "train_iters": _STEPS,
+    "trainer.val_check_interval": _VALIDATION,
+    "use_distributed_optimizer": _SHARDING,
+    "val_check_interval": _VALIDATION,
 }
 """Name of an option elsewhere, without dashes before it → what to use here."""

@@ -296,6 +296,17 @@ def _is_config(name: str, parameters: list[str], n_required: int) -> bool:
     return not name.startswith("_") and (not parameters or takes_assets)
 
 
+def _of_hub(module: str) -> str:
+    """Return how to train a model of the hub whose name is given as a module."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", module):
+        return ""
+    folder = f"assets/hf/{module.rpartition('/')[2]}"
+    return (
+        f"; for a model of the Hugging Face Hub: torchtitan download {module}, then --module auto "
+        f"--hf_assets_path {folder}"
+    )
+
+
 def _import_registry(module: str) -> ModuleType:
     built_in = built_in_modules()
     if module in built_in:
@@ -316,7 +327,7 @@ def _import_registry(module: str) -> ModuleType:
             f"--module {folder}"
         )
     if "/" in module or "\\" in module:
-        raise UserError(f"unknown module '{module}': the folder does not exist")
+        raise UserError(f"unknown module '{module}': the folder does not exist{_of_hub(module)}")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     if "." in module or _is_importable(module):
