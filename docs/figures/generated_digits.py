@@ -69,7 +69,13 @@ def score(checkpoint: str, *, inverted: bool) -> None:
 
 def draw(run: Path, steps: list[str]) -> str:
     """Return a figure of the grids of images at several steps."""
-    grids = [Image.open(run / "samples" / f"step-{step}.png") for step in steps]
+    files = [run / "samples" / f"step-{step}.png" for step in steps]
+    if missing := [str(file) for file in files if not file.is_file()]:
+        found = ", ".join(sorted(file.stem for file in run.glob("samples/step-*.png"))) or "none"
+        sys.exit(f"{', '.join(missing)} is missing; samples of this run: {found}")
+    if not files:
+        sys.exit("name the steps after the run's folder, such as: draw RUN 100 2000")
+    grids = list(map(Image.open, files))
     height = round(WIDTH * grids[0].height / grids[0].width)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {(WIDTH + 12) * len(steps)} '

@@ -21,7 +21,7 @@ from tests.training import train
 pytest.importorskip("starlette", reason="pip install 'torchtitan[serve]'")
 
 from torchtitan.cli.model_options import add_model_options  # noqa: E402
-from torchtitan.cli.serve import KEY_VARIABLE, _following, _limits, serve  # noqa: E402
+from torchtitan.cli.serve import KEY_VARIABLE, _following, _limits, reads_images, serve  # noqa: E402
 from torchtitan.components.generation import generate  # noqa: E402
 from torchtitan.components.serving.weights import share_weights  # noqa: E402
 from torchtitan.models.pretrained import load_model  # noqa: E402
@@ -50,6 +50,21 @@ def test_mistakes_are_named(stories, capsys, monkeypatch, options, words):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     assert serve(["--checkpoint", str(stories), "--device", "cpu", *options]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"config.json": {"vision_config": {}}}, True),
+        ({"config.json": {"model_type": "llama"}}, False),
+        ({"config.json": {}, "preprocessor_config.json": {}}, True),
+        ({"tokenizer.json": {}}, False),
+    ],
+)
+def test_a_model_that_reads_images_is_known_by_its_files(tmp_path, files, expected):
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert reads_images(tmp_path) == expected
 
 
 def changed_copy(stories, folder):

@@ -29,6 +29,10 @@ def test_account_of_a_resumed_run(tmp_path, log):
     ]
     first, second = (event for event in events if event["event"] == "start")
     assert first["environment"]["torch"] == torch.__version__ and list(first["data"]) == ["stories"]
+    epochs = first["data"]["stories"]["epochs"]
+    assert f"stories: {epochs:.3g} epochs in 4 steps" in log.messages
+    epochs = second["data"]["stories"]["epochs"]
+    assert f"stories: {epochs:.3g} epochs in 6 steps" in log.messages
     assert first["hub"] == []  # the stories are embedded
     parts = goodput(events)
     assert parts["lost steps"] > 0 and parts["restart"] > second["time"] - second["begun"]

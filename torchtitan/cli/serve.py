@@ -21,6 +21,7 @@ from torchtitan.cli.model_options import (
     run_command,
 )
 from torchtitan.tools.errors import UserError, in_words, require
+from torchtitan.tools.files import read_object
 from torchtitan.tools.logging import logger
 from torchtitan.tools.parser import Parser
 
@@ -312,6 +313,8 @@ def _open(options: argparse.Namespace, name: str) -> "tuple[ServedModel, nn.Modu
         template = resolve_chat_template(
             options.chat_template, opened.folders, tokenizer, option="--chat_template"
         )
+    if reads_images(opened.folders[0]):
+        logger.warning("%s reads images, but the server answers texts only", name)
     config: Any = opened.model.config
     preparer = Preparer(
         tokenizer,
@@ -328,6 +331,12 @@ def _open(options: argparse.Namespace, name: str) -> "tuple[ServedModel, nn.Modu
     description = {"checkpoint": options.checkpoint.name}
     served = ServedModel(name=name, preparer=preparer, scheduler=scheduler, description=description)
     return served, opened.model
+
+
+def reads_images(folder: Path) -> bool:
+    """Return whether the model in a folder reads images, by its files."""
+    has_processor = (folder / "preprocessor_config.json").is_file()
+    return has_processor or "vision_config" in read_object(folder / "config.json")
 
 
 def _newest(path: Path) -> Path:

@@ -57,6 +57,10 @@ class Accounting(Recorder):
         )
         summary = trainer.dataloader.summary(n_samples)
         sets = summary.sets if summary else ()
+        for of in sets:
+            logger.info(
+                "%s: %.3g epochs in %s steps", of.name, of.epochs, f"{trainer.total_steps:,}"
+            )
         environment: dict[str, object] = {
             **software(),
             "system": platform.platform(),
