@@ -43,9 +43,11 @@ from tests.replacements import REPLACEMENTS
 from torchtitan.cli.main import main
 from torchtitan.components.checkpoint.filesystem import LocalFolder, RemoteFolder, folder_at
 from torchtitan.components.data import PretrainDataLoader
+from torchtitan.components.data.disk_cache import BLOCKS_FILE
 from torchtitan.components.data.finetuning import planned_loader
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
+from torchtitan.components.data.prepare import encoding
 from torchtitan.components.data.prepare import merge as merging
 from torchtitan.components.data.prepare import preparation as preparing
 from torchtitan.components.data.prepare.encoding import (
@@ -119,6 +121,27 @@ def texts_of(sources: list[str]) -> list[str]:
         line for source in sources[:2] for line in Path(source).read_text().split("\n") if line
     ]
     return [*(json.loads(line)["text"] for line in lines), Path(sources[2]).read_text()]
+
+
+def test_the_checksums_of_a_part_are_read_once(corpus, tokenizer, tmp_path, monkeypatch):
+    made = preparation(corpus, tmp_path / "out", tokenizer)
+    made.begin()
+    made.write_all(made.missing(), 1)
+    read: list[str] = []
+    read_json = encoding.read_json
+
+    def counted(folder, name):
+        read.append(name)
+        return read_json(folder, name)
+
+    monkeypatch.setattr(encoding, "read_json", counted)
+    selections = [(made.folder(part), np.arange(2)) for part in range(3)]
+    made.encoding.select(selections, tmp_path / "selected")
+    assert read == 3 * [BLOCKS_FILE]
+    assert {path.name for path in (tmp_path / "selected").iterdir()} == {
+        "tokens.bin",
+        "offsets.bin",
+    }
 
 
 @pytest.mark.parametrize("config", ["debugmodel", "debugmodel_sft"])

@@ -24,6 +24,7 @@ from torchtitan.tools.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 
+from torchtitan.models.transformers import description  # noqa: E402
 from torchtitan.models.transformers.balance import ClassBalance  # noqa: E402
 from torchtitan.models.transformers.description import (  # noqa: E402
     TRUST_VARIABLE,
@@ -430,6 +431,9 @@ def test_a_configuration_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read.assert_not_called()
     transformers_config(document | {"num_hidden_layers": 2})
     read.assert_called_once()
+    for n_layers in range(4, 40):
+        transformers_config(document | {"num_hidden_layers": n_layers})
+    assert len(description._read_configs) == description._MOST_READ
 
 
 def test_an_own_family_comes_first(tmp_path: Path) -> None:

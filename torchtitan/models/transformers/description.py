@@ -49,7 +49,11 @@ _own_classes: dict[type, Any] = {}
 """Class of a configuration → class of its models, both from code in models' folders."""
 
 _read_configs: dict[str, Any] = {}
-"""Text of a document → its configuration object, without code of models' folders."""
+"""Text of a document → its configuration object, without code of models' folders, for the last
+`_MOST_READ` documents."""
+
+_MOST_READ = 16
+"""More than the models of a run and their tiny clones."""
 
 
 def model_classes() -> dict[str, list[str]]:
@@ -201,6 +205,8 @@ def _known_config(document: Mapping[str, Any]) -> Any:
     if key not in _read_configs:
         cls = CONFIG_MAPPING[document["model_type"]]
         _read_configs[key] = cls.from_dict(copy.deepcopy(dict(document)))
+        if len(_read_configs) > _MOST_READ:
+            del _read_configs[next(iter(_read_configs))]  # the oldest
     return copy.deepcopy(_read_configs[key])
 
 

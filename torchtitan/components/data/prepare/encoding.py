@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ class Encoding:
         """Write items of several parts, each with the numbers of its items, in their order, to
         arrays in a new folder. Raise `UserError` for a damaged part."""
         folder.mkdir()
+        parts = [(PartFiles(source), numbers) for source, numbers in selections]
         for column in self.columns:
             lengths = [np.zeros(1, np.int64)]
             with ExitStack() as stack:
@@ -124,14 +126,14 @@ class Encoding:
                     name: stack.enter_context(durable.new_file(folder / name))
                     for name in column.values
                 }
-                for source, numbers in selections:
-                    of_source = np.diff(_part_array(source, column.offsets))
+                for source, numbers in parts:
+                    of_source = np.diff(source.array(column.offsets))
                     selected = np.zeros(len(of_source), bool)
                     selected.reshape(-1, column.sequences)[numbers] = True
                     lengths.append(of_source[selected])
                     chosen = slice(None) if selected.all() else np.repeat(selected, of_source)
                     for name, dtype in column.values.items():
-                        files[name].write(_part_array(source, name, dtype)[chosen].data)
+                        files[name].write(source.array(name, dtype)[chosen].data)
             with durable.new_file(folder / column.offsets) as file:
                 file.write(np.cumsum(np.concatenate(lengths)).tobytes())
 
@@ -220,7 +222,8 @@ def rows_of(folder: Folder, items: np.ndarray, report: Report) -> np.ndarray:
     """Return a number for the row of each item (n,), equal for the samples of one row."""
     if report.samples == report.kept:
         return items["number"]
-    offsets, texts = _part_array(folder, "place_offsets.bin"), read_part(folder, "places.bin")
+    part = PartFiles(folder)
+    offsets, texts = part.array("place_offsets.bin"), part.read("places.bin")
     places = [json.loads(texts[start:stop]) for start, stop in itertools.pairwise(offsets.tolist())]
     rows = [place if isinstance(place, str) else place[0] for place in places]
     numbers = {row: number for number, row in enumerate(dict.fromkeys(rows))}
@@ -236,26 +239,41 @@ def read_json(folder: Folder, name: str) -> bytes:
     return with_patience(f"reading {folder}/{name}", lambda: read_document(folder, name))
 
 
+class PartFiles:
+    """The files of a complete part, checked against its checksums, which are read once: each
+    reading is a request to a store."""
+
+    def __init__(self, folder: Folder):
+        self.folder = folder
+
+    @cached_property
+    def _checksums(self) -> bytes:
+        return read_json(self.folder, BLOCKS_FILE)
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a file. Raise `UserError` if it cannot be read, or does not match
+        its checksums, which parts of earlier versions lack."""
+        parts = str(self.folder).rpartition("/")[0]
+        remedy = (
+            f"; remove it, or {parts} if an earlier version of torchtitan wrote it, and run the "
+            "command again"
+        )
+        with readable(self.folder, remedy):
+            content = read(self.folder, name)
+            check_content(content, name, self._checksums)
+        return content
+
+    def array(self, name: str, dtype: str = "int64") -> np.ndarray:
+        return np.frombuffer(self.read(name), dtype)
+
+
 def read_part(folder: Folder, name: str) -> bytes:
-    """Return the content of a file of a complete part. Raise `UserError` if it cannot be read, or
-    does not match its checksums, which parts of earlier versions lack."""
-    parts = str(folder).rpartition("/")[0]
-    remedy = (
-        f"; remove it, or {parts} if an earlier version of torchtitan wrote it, and run the "
-        "command again"
-    )
-    with readable(folder, remedy):
-        content = read(folder, name)
-        check_content(content, name, read_json(folder, BLOCKS_FILE))
-    return content
+    """Return the content of a file of a complete part, as `PartFiles.read`."""
+    return PartFiles(folder).read(name)
 
 
 def _array(folder: Folder, name: str, dtype: str = "int64") -> np.ndarray:
     return np.frombuffer(read(folder, name), dtype)
-
-
-def _part_array(folder: Folder, name: str, dtype: str = "int64") -> np.ndarray:
-    return np.frombuffer(read_part(folder, name), dtype)
 
 
 def _n_trained(folder: Folder, column: Column, offsets: np.ndarray) -> np.ndarray:
