@@ -57,6 +57,13 @@ def evaluate(args: Sequence[str]) -> int:
         help="sequences per forward pass (default: 8)",
     )
     parser.add_argument(
+        "--seq_len",
+        type=int,
+        metavar="N",
+        help="tokens that the model sees at once, at most, for instance those of its training "
+        "windows (default: its context)",
+    )
+    parser.add_argument(
         "--max_new_tokens",
         type=int,
         default=128,
@@ -103,7 +110,11 @@ def _evaluate(options: argparse.Namespace) -> None:
         options.module = "torchtitan.models.transformers"
         logger.info("questions with images: the class of transformers computes all tasks")
     opened = open_model(options)
-    scorer = Scorer(opened.model, batch_size=options.batch_size)
+    config: Any = opened.model.config
+    if (size := options.seq_len) is not None:
+        most = config.max_seq_len
+        require(1 <= size <= most, "--seq_len", size, f"from 1 to the model's context, {most}")
+    scorer = Scorer(opened.model, batch_size=options.batch_size, max_seq_len=size)
     processor = ImagePrompts(opened).processor if with_images else None
     images = None
     answers = None

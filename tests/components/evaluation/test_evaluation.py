@@ -322,6 +322,24 @@ def test_eval_prints_json_and_a_table(
     assert json.loads((tmp_path / "results.json").read_text())["results"] == results
 
 
+def test_the_window_of_a_text_is_chosen(
+    stories_model, stories_tokenizer, stories, capsys, tmp_path
+):
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time, there was a boy. He had a red ball and a small dog. " * 4)
+    args = ["--checkpoint", stories, "--device", "cpu", "--tasks", text, "--seq_len"]
+    code, out, _ = run(capsys, *args, 16)
+    expected, whole = (
+        text_perplexity(Scorer(stories_model, max_seq_len=n), stories_tokenizer, text.read_text())
+        for n in (16, None)
+    )
+    assert code == 0 and json.loads(out)["results"][str(text)]["loss"] == expected.loss
+    assert expected.tokens == whole.tokens and expected.loss > whole.loss
+    for wrong in (0, CONTEXT + 1):
+        code, _, err = run(capsys, *args, wrong)
+        assert code == 2 and f"--seq_len is {wrong}, but must be from 1 to" in err
+
+
 def test_task_names_are_not_markup(stories, capsys, tmp_path):
     file = tmp_path / "[" / "b] :smile: [red].txt"
     file.parent.mkdir()
