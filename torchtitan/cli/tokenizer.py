@@ -52,6 +52,14 @@ def tokenizer(args: Sequence[str]) -> int:
         help="further special tokens, next to begin, end and padding",
     )
     add(
+        "--digits",
+        type=int,
+        default=3,
+        metavar="N",
+        help="digits of a number that a token may have (default: 3); small models calculate better "
+        "with 1",
+    )
+    add(
         "--chat_template",
         default="",
         metavar="NAME|FILE",
@@ -118,13 +126,15 @@ def _train(options: argparse.Namespace) -> None:
     )
 
     require(options.max_bytes > 0, "--max_bytes", options.max_bytes, "above 0")
+    require(1 <= options.digits <= 100, "--digits", options.digits, "from 1 to 100")
     earlier = _files_in(options.out)
     template, special = _template(options.chat_template)
     sources = [Pieces(name, options.text_column) for name in options.data]
     others = [_opened(folder) for folder in options.compare]
     share = min(1.0, options.max_bytes / max(1, sum(source.n_bytes for source in sources)))
     texts = (text for source in sources for text in source.taken(share))
-    trained = train_tokenizer(texts, options.vocab_size, [*special, *options.special_tokens])
+    special += options.special_tokens
+    trained = train_tokenizer(texts, options.vocab_size, special, digits=options.digits)
     files = tokenizer_files(trained, template)
     if any(text != files.get(name) for name, text in earlier.items()):
         raise UserError(f"--out '{options.out}' has another tokenizer; name a new folder")

@@ -37,6 +37,20 @@ def test_merges_are_those_of_the_definition():
     assert [tuple(merge) for merge in merges] == [("a", "a"), ("aa", "c")]
 
 
+@pytest.mark.parametrize("digits", [1, 2])
+def test_a_token_has_at_most_so_many_digits(digits, tmp_path, capsys):
+    path, out = tmp_path / "data.txt", tmp_path / "t"
+    path.write_text("1234 and 1234 and 123456 " * 20)
+    words = ["tokenizer", "train", str(path), "--vocab_size", "300", "--out", str(out), "--digits"]
+    assert (
+        main([*words, "0"]) == 2 and "--digits is 0, but must be from 1" in capsys.readouterr().err
+    )
+    assert main([*words, str(digits)]) == 0
+    tokenizer = PretrainedTokenizer.Config().build(path=out)
+    parts = [tokenizer.decode([i]) for i in tokenizer.encode("123456", add_bos=False)]
+    assert parts == [list("123456"), ["12", "34", "56"]][digits - 1]
+
+
 def test_every_text_comes_back(data, tmp_path):
     words = ["tokenizer", "train", str(data), "--vocab_size", "270", "--out", str(tmp_path / "t")]
     assert main(words) == 0

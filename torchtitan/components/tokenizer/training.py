@@ -18,22 +18,22 @@ PAD = "<|pad|>"
 
 _N_BYTES = 256
 _PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Splits text before merging: contractions, words, up to three digits, punctuation, blanks
-(published with Llama 3)."""
+"""Splits text before merging: contractions, words, digits, punctuation, blanks (published with
+Llama 3, with up to three digits, and with Qwen2, with one)."""
 
 _BATCH = 1000
 """Pieces of text that the library gets at once."""
 
 
 def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()
+    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (), *, digits: int = 3
 ) -> "tokenizers.Tokenizer":
     """Return a `tokenizers.Tokenizer` of at most `vocab_size` tokens, the special ones first: BOS,
     EOS, padding, then `special_tokens`. Every text has tokens, since all bytes have one. It adds
-    BOS.
+    BOS. A token of a number has at most so many `digits`.
 
     The result depends only on the texts and their order, not on the number of threads. Memory
     grows with the number of distinct words, not with the length of the texts.
@@ -60,7 +60,8 @@ def train_tokenizer(
             f"take {_N_BYTES + len(special)}"
         )
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(_PATTERN), behavior="isolated")
+    pattern = _PATTERN.replace("DIGITS", "" if digits == 1 else f"{{1,{digits}}}")
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
