@@ -3,7 +3,6 @@
 import dataclasses
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -41,7 +40,7 @@ def layout_words(config: Trainer.Config, world_size: int, devices_per_host: int)
     return [*option_words(config, chosen), "--parallelism.auto=false"]
 
 
-def _layout_of_earlier_run(config: Trainer.Config, world_size: int) -> dict[str, Any] | None:
+def _layout_of_earlier_run(config: Trainer.Config, world_size: int) -> dict[str, object] | None:
     path = Path(config.dump_folder) / "config.yaml"
     start = config.checkpoint.find_start(config.dump_folder)
     if start is None or not start.resumes or not path.is_file():

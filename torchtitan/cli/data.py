@@ -294,7 +294,7 @@ def _ledger_line(path: Path, step: int) -> dict[str, Any]:
     raise UserError(f"there is no step {step}: '{path}' {known}{unread}")
 
 
-def _is_ledger_entry(line: dict[str, Any]) -> bool:
+def _is_ledger_entry(line: dict[str, object]) -> bool:
     match line:
         case {"step": int(), "data_step": int(data_step), "documents": [*names]}:
             return 1 <= data_step < 2**63 and all(isinstance(name, str) for name in names)

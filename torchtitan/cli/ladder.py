@@ -200,7 +200,7 @@ def _fit(options: argparse.Namespace, rungs: Sequence[Rung], larger: Rung | None
 class Chart:
     """Lines and points of the figure, in its coordinates: loss over FLOPs, both logarithmic."""
 
-    series: list[dict[str, Any]]
+    series: list[dict[str, object]]
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
 

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.parser import Parser
@@ -144,7 +144,7 @@ def _method(options: argparse.Namespace) -> "Merge":
     return methods[options.merge]()
 
 
-def _architecture(spec: "ModelSpec") -> dict[str, Any]:
+def _architecture(spec: "ModelSpec") -> dict[str, object]:
     """Return the values that decide the weights and their use: for a class of transformers, its
     config.json without the ids of tokens and the use of a cache."""
     values = spec.model.to_dict()

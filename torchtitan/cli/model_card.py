@@ -44,7 +44,7 @@ _FACTS = ("Summary", "Data")
 _UNTOLD = ("last event", "goodput", "last mfu", "last memory_gib", "last data_loading_fraction")
 
 
-def is_repository(name: Any) -> bool:
+def is_repository(name: object) -> bool:
     """Return whether a text is a repository's name, OWNER/NAME, and no file here."""
     return isinstance(name, str) and bool(_NAME.fullmatch(name)) and not Path(name).exists()
 
@@ -123,11 +123,11 @@ def _steps(run: RunRecord, step: int | None) -> dict[str, Any]:
     }
 
 
-def _table(title: str, facts: Mapping[str, Any]) -> str:
+def _table(title: str, facts: Mapping[str, object]) -> str:
     rows = [f"| {key} | {_cell(value)} |" for key, value in facts.items()]
     return "\n".join([f"## {title}\n", "| | |", "|---|---|", *rows, ""])
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text.replace("|", "\\|").replace("\n", " ")

@@ -106,7 +106,7 @@ class RunRecord:
             self.problems.append(f"{self.name}: {file}: skipped broken lines: {shown}{rest}")
         return lines
 
-    def _values(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, object]:
+    def _values(self, path: Path, read: Callable[[Path], dict[str, object]]) -> dict[str, object]:
         try:
             return read(path) if path.exists() else {}
         except UserError as error:
@@ -172,7 +172,7 @@ def sections(runs: Sequence[RunRecord]) -> list[Section]:
     """Return the tables of the report, without empty ones."""
 
     def compared(
-        title: str, of_run: Callable[[RunRecord], Mapping[str, Any]], folded: bool = False
+        title: str, of_run: Callable[[RunRecord], Mapping[str, object]], folded: bool = False
     ) -> Section:
         facts = [of_run(run) for run in runs]
         rows = [
@@ -317,7 +317,7 @@ def _contents(info: CheckpointInfo) -> str:
     return f"damaged: {fault}" if (fault := info.damage or info.fault) else f"{info.contents}{loss}"
 
 
-def shown_metrics(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+def shown_metrics(lines: Iterable[Mapping[str, object]]) -> list[str]:
     """Return the names of the metrics that have a curve, in order of their first line."""
     keys = dict.fromkeys(key for line in lines for key in line)
     counters = re.compile(r"n_\w+_seen")

@@ -34,7 +34,7 @@ class RolloutsInFlight(Callback):
 
     trainer: Any
 
-    def around_run(self) -> AbstractContextManager[Any]:
+    def around_run(self) -> AbstractContextManager[object]:
         ahead: RolloutsAhead = self.trainer.ahead
         return ahead
 

@@ -52,12 +52,12 @@ class Callback(Configurable):
         super().__init__(config)
         self.trainer = trainer
 
-    def around_run(self) -> AbstractContextManager[Any]:
+    def around_run(self) -> AbstractContextManager[object]:
         """Return a context around all steps, entered after loading a checkpoint; it must not
         suppress errors."""
         return contextlib.nullcontext()
 
-    def around_step(self, step: int) -> AbstractContextManager[Any]:
+    def around_step(self, step: int) -> AbstractContextManager[object]:
         """Return a context around step `step` (from 1), excluding its callbacks and validation."""
         return contextlib.nullcontext()
 
@@ -85,11 +85,11 @@ class Callback(Configurable):
         """Act after the run has loaded the weights of step `step` again, which undid the steps
         since."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the state that a resumed run needs, JSON-serializable and equal on all ranks."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore the state of a checkpoint. The trainer's step may not be restored yet."""
 
     def before_save(self) -> None:
@@ -105,7 +105,7 @@ class CallbackStates:
     def __init__(self, callbacks: Callable[[], Sequence[Callback]]):
         self._callbacks = callbacks
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {name: callback.state_dict() for name, callback in self._with_state().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -193,13 +193,13 @@ class LineRecorder(Recorder):
 
     file_name: ClassVar[str]
 
-    def around_run(self) -> AbstractContextManager[Any]:
+    def around_run(self) -> AbstractContextManager[object]:
         if self.trainer.rank == 0:
             path = Path(self.trainer.config.dump_folder) / self.file_name
             self.file = JsonLines(path, self.trainer.step)
         return super().around_run()
 
-    def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
+    def write(self, lines: Iterable[Mapping[str, object]]) -> None:
         """Append lines, each with its step."""
         for line in lines:
             self.use(partial(JsonLines.append, document=line))
@@ -253,8 +253,8 @@ class Profiling(Callback):
             dump_folder=trainer.config.dump_folder, device=trainer.device, rank=trainer.rank
         )
 
-    def around_run(self) -> AbstractContextManager[Any]:
-        profiler: AbstractContextManager[Any] = self.profiler
+    def around_run(self) -> AbstractContextManager[object]:
+        profiler: AbstractContextManager[object] = self.profiler
         return profiler
 
     def after_step(self, outcome: StepResult) -> None:

@@ -75,7 +75,7 @@ class Preflight:
     start: StartDecision
     """Start of the run, unless its folder changes before the run has locked it."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Return itself, since copies of a configuration share the tokenizer."""
         return self
 
@@ -195,7 +195,7 @@ class RunConfig(Configurable.Config):
             }
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the configuration in the shape of the command line, with separate sections `model`
         and `loss`."""
         document = Configurable.Config.to_dict(dataclasses.replace(self, preflight=None))
@@ -442,7 +442,7 @@ class RunConfig(Configurable.Config):
         return loaders
 
 
-def _options_of(config: Configurable.Config) -> dict[str, Any]:
+def _options_of(config: Configurable.Config) -> dict[str, object]:
     """Return the values of a configuration's options, without fields that the run sets."""
     hints = get_type_hints(type(config), include_extras=True)
     return {name: value for name, value in config.to_dict().items() if not is_hidden(hints[name])}

@@ -38,9 +38,9 @@ class DeferredResult(StepResult):
     The first use of a number waits until it is on the host. `dataclasses.replace` waits too."""
 
     _numbers: DeferredNumbers | None
-    _known: Mapping[str, Any]
+    _known: Mapping[str, object]
 
-    def __init__(self, *, numbers: DeferredNumbers | None = None, **known: Any):
+    def __init__(self, *, numbers: DeferredNumbers | None = None, **known: object):
         """`known` are the fields that need no numbers from the device; all of them without
         `numbers`."""
         object.__setattr__(self, "_numbers", numbers)

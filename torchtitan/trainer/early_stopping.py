@@ -96,7 +96,7 @@ class EarlyStopping(Callback):
         if self.chosen:
             self.chosen.close()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {
             "metric": self.config.metric,
             "sign": self.config.sign(),

@@ -170,7 +170,9 @@ class Evaluation(PeriodicEvaluation):
                         trainer.metrics.log_evaluation(trainer.step, name, known)
                     )
 
-    def _evaluate_tasks(self, tasks: "HarnessTasks", scorer: Scorer) -> dict[str, dict[str, Any]]:
+    def _evaluate_tasks(
+        self, tasks: "HarnessTasks", scorer: Scorer
+    ) -> dict[str, dict[str, object]]:
         from torchtitan.components.evaluation.lm_eval_adapter import TorchtitanLM
 
         tokenizer = self.trainer.tokenizer
@@ -191,5 +193,5 @@ def share_of(trainer: Run) -> Share:
     return Share(dims.dp_rank, dims.dp_degree, group)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -36,10 +36,10 @@ class StepStart:
 
     n_updates: int
     versions: Sequence[int]
-    counts: Mapping[str, Any]
+    counts: Mapping[str, object]
     data: Callable[[], dict[str, Any]]
-    random: Mapping[str, Any]
-    schedule: Mapping[str, Any]
+    random: Mapping[str, object]
+    schedule: Mapping[str, object]
 
     @classmethod
     def of(cls, trainer: "FailingRun") -> "StepStart":
@@ -82,9 +82,9 @@ class FailingRun(Run, Protocol):
     @property
     def deferred(self) -> PendingResult: ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, object]: ...
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None: ...
+    def load_state_dict(self, state_dict: Mapping[str, object], /) -> None: ...
 
     def save(self, *, last: bool, stopped: bool = False, validation_loss: float | None) -> None: ...
 

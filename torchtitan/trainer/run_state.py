@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -38,9 +38,9 @@ class StoredRun(Run, Protocol):
     @property
     def config(self) -> RunConfig: ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, object]: ...
 
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+    def load_state_dict(self, state_dict: dict[str, object], /) -> None: ...
 
     def states(self) -> "dict[str, Stateful]": ...
 

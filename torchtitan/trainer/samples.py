@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchtitan.components.chat_template import ChatTemplate, load_chat_template
 from torchtitan.components.generation import (
@@ -113,7 +113,7 @@ class Samples(PeriodicEvaluation, LineRecorder):
                     f"{self.config.max_new_tokens}"
                 )
 
-    def around_run(self) -> AbstractContextManager[Any]:
+    def around_run(self) -> AbstractContextManager[object]:
         return super().around_run() if self._prompts else nullcontext()
 
     @property

@@ -303,7 +303,7 @@ def _zeros_like(x: Tensor) -> Callable[[], Tensor]:
     return make_zeros
 
 
-def _detached(arguments: Any) -> Any:
+def _detached(arguments: object) -> Any:
     """Return arguments without their graphs, which would stay in memory. Whether they have
     gradients stays, since it decides when FSDP sends the gradients of weights."""
     return tree_map_only(Tensor, _without_graph, arguments)

@@ -4,7 +4,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchtitan.components.chat_template.calls import (
     CallMarks,
@@ -254,7 +254,7 @@ def _json_after(rest: str) -> tuple[str, JsonArguments, str] | None:
     return rest[:start], JsonArguments(), rest[found[1] :]
 
 
-def _marks(turn: _Turn, start: int, end: int, value: Mapping[str, Any]) -> CallMarks | None:
+def _marks(turn: _Turn, start: int, end: int, value: Mapping[str, object]) -> CallMarks | None:
     """Return the marks around JSON objects with a name."""
     text = turn.text
     lead = text[:start].rstrip().removesuffix("[").rstrip()
@@ -274,7 +274,7 @@ def _marks(turn: _Turn, start: int, end: int, value: Mapping[str, Any]) -> CallM
     )
 
 
-def _objects_around(text: str, place: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
+def _objects_around(text: str, place: int) -> Iterator[tuple[int, int, dict[str, object]]]:
     """Yield the JSON objects around a place, such as an argument, that have the name of the trial's
     function as a value, from the inside, with their start and end."""
     start = text.rfind("{", 0, max(place, 0))
@@ -285,7 +285,7 @@ def _objects_around(text: str, place: int) -> Iterator[tuple[int, int, dict[str,
         start = text.rfind("{", 0, start)
 
 
-def _tool(name: str) -> dict[str, Any]:
+def _tool(name: str) -> dict[str, object]:
     properties = {key: {"type": "string", "description": "A text."} for key in _KEYS}
     parameters = {"type": "object", "properties": properties, "required": [_KEYS[0]]}
     function = {"name": name, "description": "Tries the template.", "parameters": parameters}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torchtitan.components.chat_template.literals import LiteralError, Literals, skip_space
 
-Schemas = Mapping[str, Mapping[str, Any]]
+Schemas = Mapping[str, Mapping[str, object]]
 """Name of a function → JSON schema of its arguments, empty if it has none."""
 
 SEPARATORS = " \t\r\n,;[]"
@@ -32,7 +32,7 @@ class Call(NamedTuple):
     arguments: str
     """A JSON object."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return an item of `tool_calls`."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
@@ -44,7 +44,7 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any
     return {function["name"]: function.get("parameters") or {} for function in functions}
 
 
-def new_call(name: str, arguments: Mapping[str, Any], id: str = "") -> Call:
+def new_call(name: str, arguments: Mapping[str, object], id: str = "") -> Call:
     """Return a call, with a new id if it has none."""
     # Mistral's templates reject ids of any length other than 9.
     text = json.dumps(arguments, ensure_ascii=False)
@@ -59,7 +59,7 @@ DECODER = json.JSONDecoder(parse_constant=_no_number)
 """Decoder of JSON without NaN and infinity."""
 
 
-def decoded(text: str, at: int) -> tuple[Any, int] | None:
+def decoded(text: str, at: int) -> tuple[object, int] | None:
     """Return the JSON value that begins at a place, and its end; None without such a value."""
     try:
         return DECODER.raw_decode(text, at)
@@ -125,7 +125,7 @@ class CallMarks:
         return None if arguments is None else new_call(value[self.name_key], arguments)
 
 
-def _as_object(value: object) -> dict[str, Any] | None:
+def _as_object(value: object) -> dict[str, object] | None:
     """Return arguments, which may be JSON text; None if they are not an object."""
     if isinstance(value, str):
         try:
@@ -143,7 +143,7 @@ class JsonArguments:
     def markup(self) -> str:
         return ""
 
-    def read(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[Any, int] | None:
+    def read(self, text: str, at: int, schema: Mapping[str, object]) -> tuple[Any, int] | None:
         """Return arguments and their end."""
         found = decoded(text, at)
         return found if found and isinstance(found[0], dict) else None
@@ -196,7 +196,7 @@ class LiteralArguments:
     def markup(self) -> str:
         return self.literals.quote
 
-    def read(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[Any, int] | None:
+    def read(self, text: str, at: int, schema: Mapping[str, object]) -> tuple[Any, int] | None:
         """Return arguments and their end."""
         try:
             return self.literals.pairs(text, at, self.closing)
@@ -287,7 +287,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 _PYTHON = {"True": True, "False": False, "None": None}
 
 
-def typed(text: str, schema: Mapping[str, Any]) -> Any:
+def typed(text: str, schema: Mapping[str, Any]) -> object:
     """Return the value of an argument that is written without quotes: its text if the schema allows
     only text or lists this text, if the text is neither JSON nor a constant of Python, or if the
     schema allows text but not the type of the value."""

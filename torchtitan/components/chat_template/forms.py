@@ -81,7 +81,7 @@ Way = Literal["whole", "tail", "joined", "followed"]
 
 _NO_TAGS = Tags("", "", "", "")
 
-_Options = tuple[tuple[str, Any], ...]
+_Options = tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +371,7 @@ def split_reasoning(message: Mapping[str, object], tags: Sequence[Tags]) -> dict
     return dict(message)
 
 
-def prepared(messages: Sequence[Mapping[str, object]], form: Form) -> list[dict[str, Any]]:
+def prepared(messages: Sequence[Mapping[str, object]], form: Form) -> list[dict[str, object]]:
     """Return messages in a form."""
     return [_prepared(message, form) for message in messages]
 
@@ -392,7 +392,7 @@ def _prepared(message: Mapping[str, Any], form: Form) -> dict[str, object]:
     return result
 
 
-def _set_empty(message: dict[str, Any], way: str) -> None:
+def _set_empty(message: dict[str, object], way: str) -> None:
     if way == "none":
         message["content"] = None
     elif way == "text":

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any
 
 _WORDS = {
     **{"True": True, "true": True, "False": False, "false": False},
@@ -33,7 +32,7 @@ class Literals:
     between: str
     escapes: bool
 
-    def pairs(self, text: str, at: int, closing: str) -> tuple[dict[str, Any], int]:
+    def pairs(self, text: str, at: int, closing: str) -> tuple[dict[str, object], int]:
         """Return keys and values up to a closing character, and the place after it. Raise
         `LiteralError` if there is anything else."""
         found = {}
@@ -59,7 +58,7 @@ class Literals:
             raise LiteralError
         return key, skip_space(text, at + len(between))
 
-    def _value(self, text: str, at: int) -> tuple[Any, int]:
+    def _value(self, text: str, at: int) -> tuple[object, int]:
         if quote := self._quote_at(text, at):
             return self._string(text, at, quote, ",)]}")
         # Templates write lists and objects as JSON or as Python does, whatever their texts.
@@ -76,7 +75,7 @@ class Literals:
             raise LiteralError
         return _WORDS[match[0]], match.end()
 
-    def _items(self, text: str, at: int) -> tuple[list[Any], int]:
+    def _items(self, text: str, at: int) -> tuple[list[object], int]:
         found = []
         at = skip_space(text, at)
         while not text.startswith("]", at):

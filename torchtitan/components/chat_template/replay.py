@@ -190,7 +190,7 @@ class _Trace:
         self.values.append(text)
         return _Text(self, (len(self.values) - 1,))
 
-    def made(self, function: Callable[[Values], Any]) -> int:
+    def made(self, function: Callable[[Values], object]) -> int:
         """Record a new value; return its number."""
         if len(self.steps) >= _MOST_PARTS:
             raise _Unrecordable
@@ -198,7 +198,7 @@ class _Trace:
         self.steps.append(_Step(function))
         return len(self.values) - 1
 
-    def answered(self, function: Callable[[Values], Any]) -> Any:
+    def answered(self, function: Callable[[Values], object]) -> Any:
         """Record a question; return its answer, which is not None."""
         answer = function(self.values)
         assert answer is not None
@@ -331,7 +331,7 @@ class _Method:
     def __init__(self, text: _Text, name: str):
         self._text, self._name = text, name  # which templates cannot read
 
-    def __call__(self, *args: object) -> Any:
+    def __call__(self, *args: object) -> object:
         if any(type(argument) not in (str, int, tuple) for argument in args):
             raise _Unrecordable
         if self._name == "replace":
@@ -409,7 +409,7 @@ class _RecordingSandbox(sandbox.Sandbox):
 
     def call(
         __self, __context: jinja2.runtime.Context, __obj: object, *args: object, **kwargs: object
-    ) -> Any:  # noqa: B902, N805
+    ) -> object:  # noqa: B902, N805
         if isinstance(__obj, _Method):
             for name in ("_loop_vars", "_block_vars"):  # Jinja's own
                 kwargs.pop(name, None)
@@ -417,7 +417,7 @@ class _RecordingSandbox(sandbox.Sandbox):
         return super().call(__context, __obj, *args, **kwargs)
 
 
-def _recording_filter(name: str, plain: Callable[..., object]) -> Callable[..., Any]:
+def _recording_filter(name: str, plain: Callable[..., object]) -> Callable[..., object]:
     @jinja2.pass_context
     def recording(
         context: jinja2.runtime.Context, value: object, *args: object, **kwargs: object

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.chat_template.call_trials import find_calls
@@ -77,7 +76,7 @@ class ReplyFormat:
     def reader(
         self,
         prompt: str,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, object]],
         *,
         reads_calls: bool,
         begun: str = "",

@@ -219,7 +219,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def __init__(self, **options: Any):
+    def __init__(self, **options: object):
         super().__init__(**options)
         self._safe: dict[tuple[type, str], bool] = {}
 
@@ -260,7 +260,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(
         __self, __context: jinja2.runtime.Context, __obj: object, *args: object, **kwargs: object
-    ) -> Any:  # noqa: B902, N805
+    ) -> object:  # noqa: B902, N805
         progress = _progress(__context)
         progress.spend(_STEP)
         method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps `str.format`
@@ -534,7 +534,7 @@ def _as_list(value: object) -> object:
 
 
 def _to_json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: Any = None,
     separators: Any = None,

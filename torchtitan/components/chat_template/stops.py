@@ -22,7 +22,7 @@ FOLLOWING = "Following1"
 
 _OTHER_VALUE = "Value0"
 
-PROBE_TOOLS: list[dict[str, Any]] = [
+PROBE_TOOLS: list[dict[str, object]] = [
     {
         "type": "function",
         "function": {
@@ -274,7 +274,7 @@ def trial_conversations(kind: Kind) -> Iterator[Trial]:
         yield Trial(kind, [user, calls], PROBE_TOOLS, VALUE, result, as_text)
 
 
-def _call(value: str, *, as_text: bool) -> dict[str, Any]:
+def _call(value: str, *, as_text: bool) -> dict[str, object]:
     arguments = f'{{"probe_key": "{value}"}}' if as_text else {"probe_key": value}
     return {
         "id": "callbbbbb",

@@ -11,7 +11,7 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError, in_words, os_errors_as
 from torchtitan.tools.files import file_to_copy, read_object, read_regular
 
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
 """`role` ("system", "user", "assistant", …), `content`, and any other keys that the template
 reads."""
 
@@ -141,7 +141,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         null_content: bool = False,
         **variables: object,
     ) -> tuple[str, list[Span]]:
@@ -158,7 +158,7 @@ class ChatTemplate:
         return rendered, [(start, start + len(text)) for start, text in marks]
 
     def _known(
-        self, tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, object]
+        self, tools: Sequence[Mapping[str, object]] | None, variables: Mapping[str, object]
     ) -> dict[str, object]:
         """Return the variables of a rendering besides the messages."""
         # Some templates, such as Llama 3.1's, treat an empty list of tools differently from None.

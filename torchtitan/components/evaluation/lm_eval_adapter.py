@@ -149,7 +149,7 @@ class HarnessTasks:
 
     def evaluate(
         self, model: TorchtitanLM, limit: int | None = None, *, with_stderr: bool = True
-    ) -> dict[str, dict[str, Any]]:
+    ) -> dict[str, dict[str, object]]:
         """Return the metrics by task and group, each with `centered_accuracy` if its chance level
         is known. Random numbers of this process stay as they are.
 
@@ -192,7 +192,7 @@ def _room(new_tokens: int, context: int, user: str) -> int:
     return context - new_tokens
 
 
-def _check(name: str, task: Any) -> None:
+def _check(name: str, task: object) -> None:
     """Raise `UserError` for a task that lm-eval refuses when it begins."""
     if getattr(task, "UNSAFE_CODE", False):
         raise UserError(

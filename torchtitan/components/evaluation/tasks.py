@@ -242,7 +242,7 @@ def _parse(line: str, where: str) -> Question:
     return Question(query, choices, gold, _images_in(content), where=where)
 
 
-def _parse_open(content: Mapping[str, Any], where: str) -> Question:
+def _parse_open(content: Mapping[str, object], where: str) -> Question:
     query, answer = content.get("query"), content["answer"]
     answers = answer if isinstance(answer, list) else [answer]
     texts = [str(one) for one in answers if type(one) is str or _is_number(one)]
@@ -260,7 +260,7 @@ def _is_number(value: object) -> bool:
     return type(value) is int or (type(value) is float and math.isfinite(value))
 
 
-def _images_in(content: Mapping[str, Any]) -> dict[str, Any]:
+def _images_in(content: Mapping[str, object]) -> dict[str, object]:
     return {
         column: value
         for column, value in content.items()
@@ -336,7 +336,7 @@ def evaluate_file(
     *,
     images: ImageQuestionScores | None = None,
     answers: OpenQuestionScores | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Evaluate on a file with one of `SUFFIXES`: return the fields of a `MultipleChoiceResult` or
     an `AnswerResult` of at most `limit` questions, or of a `PerplexityResult`. Raise `UserError` if
     the file is unreadable or empty.

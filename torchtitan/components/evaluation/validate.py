@@ -80,7 +80,7 @@ class Validator(Configurable):
         """Also validate before the first step."""
 
         @builds(lambda: Validator)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the validator of a run."""
 
         def validate(self) -> None:

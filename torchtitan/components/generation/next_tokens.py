@@ -1,7 +1,7 @@
 """The next token of each text in a batch."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ def next_tokens(
 
 def _places_by_settings(rows: Sequence[Row]) -> list[tuple[Sampling, list[int]]]:
     """Return the places of rows with equal settings of sampling, without finished rows."""
-    places_of: dict[tuple[Any, ...], list[int]] = {}
+    places_of: dict[tuple[object, ...], list[int]] = {}
     for place, row in enumerate(rows):
         if not row.is_done:
             places_of.setdefault(row.sampling.settings, []).append(place)

@@ -30,7 +30,7 @@ class PlainLoop:
         self._advancing = advancing
         self._coroutines: dict[int, TextCoroutine[Any]] = {}
         self._n_started = 0
-        self._results: dict[int, Any] = {}
+        self._results: dict[int, object] = {}
 
     def finish(self, texts: Sequence[TextCoroutine[Any]]) -> list[Any]:
         """Return the results of all coroutines."""

@@ -39,7 +39,7 @@ class EntropyControl:
         change = -self._step if self._is_above else self._step
         self._coefficient = max(0.0, self._coefficient + change)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the state that a run needs to resume."""
         return {"coefficient": self._coefficient, "is_above": self._is_above}
 

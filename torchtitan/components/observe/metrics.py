@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -124,7 +123,7 @@ class MetricsProcessor(Configurable):
         """Show a progress bar below the log if standard error is a terminal."""
 
         @builds(lambda: MetricsProcessor)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the metrics of a run."""
 
         def validate(self) -> None:

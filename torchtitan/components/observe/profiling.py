@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -63,7 +62,7 @@ class Profiler(Configurable):
         """Folder of the memory snapshots inside the dump folder."""
 
         @builds(lambda: Profiler)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the profiler of a rank."""
 
         def validate(self) -> None:

@@ -34,7 +34,7 @@ class Tracker(Sink):
     option: ClassVar[str]
     """Option that selects it."""
 
-    def __init__(self, dump_folder: Path, step: int, run_config: Mapping[str, Any]):
+    def __init__(self, dump_folder: Path, step: int, run_config: Mapping[str, object]):
         id_file = dump_folder / self.package / "run_id"
         id_file.parent.mkdir(exist_ok=True)
         known = read_regular(id_file).decode() if step > 0 and id_file.exists() else None

@@ -14,7 +14,7 @@ from torchtitan.tools.torchao import import_torchao
 
 
 def make_adamw_few_bits(
-    groups: list[dict[str, Any]], *, bits: Literal[4, 8], rounding: Rounding, **settings: Any
+    groups: list[dict[str, object]], *, bits: Literal[4, 8], rounding: Rounding, **settings: object
 ) -> torch.optim.Optimizer:
     """Return torchao's `AdamW8bit` or `AdamW4bit`, with learning rates that are numbers, and
     `rounding` of bfloat16 weights.
@@ -32,14 +32,14 @@ def make_adamw_few_bits(
         """torchao's optimizer with the corrections above."""
 
         @staticmethod
-        def _subclass_zeros(p: Tensor, signed: bool, block_size: int) -> Any:
+        def _subclass_zeros(p: Tensor, signed: bool, block_size: int) -> object:
             moment = base._subclass_zeros(p, signed, block_size)
             if signed:
                 # in torchao -0.993 (4 bits: -0.8875), which shrinks a negative extreme each time
                 moment.qmap[0] = -1.0
             return moment
 
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: object = None) -> None:
             from torchtitan.tools.torch_private import disable_cache_limit  # loads the compiler
 
             rates = [group["lr"] for group in self.param_groups]
@@ -55,7 +55,7 @@ def make_adamw_few_bits(
             for group, rate in zip(self.param_groups, rates, strict=True):
                 group["lr"] = rate
 
-        def state_dict(self) -> dict[str, Any]:
+        def state_dict(self) -> dict[str, object]:
             document = super().state_dict()
             states = document["state"].items()
             document["state"] = {
@@ -86,7 +86,7 @@ def make_adamw_few_bits(
 class _Rounded(RoundedUpdates):
     """The step of `RoundedUpdates` with torchao's update and moments."""
 
-    def new_state(self, parameter: Tensor) -> dict[str, Any]:
+    def new_state(self, parameter: Tensor) -> dict[str, object]:
         # In float32, if not in few bits.
         like = parameter.detach().float()
         moments = {"exp_avg": True, "exp_avg_sq": False}
@@ -107,9 +107,9 @@ class _Rounded(RoundedUpdates):
         )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a moment in float32; other values are unchanged."""
-    local: Any = local_part(value) if isinstance(value, Tensor) else value
+    local: object = local_part(value) if isinstance(value, Tensor) else value
     if not hasattr(local, "dequantize") or type(local) is Tensor:
         return value
     plain = local.dequantize(torch.float32)

@@ -25,7 +25,7 @@ class AdamWOffload(torch.optim.AdamW):
         self._hosts: dict[Tensor, _Host] = {}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         queue = []
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -91,18 +91,18 @@ class RoundedUpdates(KeptTypes):
 
     rounding: Rounding
 
-    def new_state(self, parameter: Tensor) -> dict[str, Any]:
+    def new_state(self, parameter: Tensor) -> dict[str, object]:
         """Return the state of a parameter before its first update."""
         raise NotImplementedError
 
     def update_wide(
-        self, wide: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+        self, wide: Tensor, gradient: Tensor, state: dict[str, object], group: dict[str, object]
     ) -> None:
         """Update a float32 tensor and the state in place, with a float32 gradient."""
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -123,7 +123,7 @@ class RoundedAdamW(RoundedUpdates, torch.optim.AdamW):
         super().__init__(groups, **settings)
         self.rounding = rounding
 
-    def new_state(self, parameter: Tensor) -> dict[str, Any]:
+    def new_state(self, parameter: Tensor) -> dict[str, object]:
         return {
             "step": torch.zeros((), device=local_part(parameter).device),
             "exp_avg": torch.zeros_like(parameter, dtype=torch.float32),

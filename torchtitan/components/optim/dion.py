@@ -24,7 +24,7 @@ class Dion(OwnState):
     Muon, updates have AdamW's size. Ranks add up P and R, r (m + n) numbers, and gather no matrix.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], **settings: Any):
+    def __init__(self, groups: list[dict[str, object]], **settings: object):
         super().__init__(groups, **settings)
         # Found by computations on tensors, which have no values during a dry run's step.
         self._own_slices = {

@@ -117,7 +117,7 @@ class WeightAverage(Configurable):
             _copy(kept, self._weights)
             self._follow()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return canonical name → average, without copying, and the number of updates."""
         return {**dict(zip(self._names, self.averages, strict=True)), "n_updates": self.n_updates}
 

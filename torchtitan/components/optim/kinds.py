@@ -34,7 +34,7 @@ OptimizerName = Literal[
 ]
 """The keys of `KINDS`."""
 
-Groups = list[dict[str, Any]]
+Groups = list[dict[str, object]]
 
 
 @dataclass(frozen=True, kw_only=True)

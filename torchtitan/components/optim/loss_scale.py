@@ -109,7 +109,7 @@ class LossScale(Configurable):
             if grown <= torch.finfo(torch.float32).max:
                 self.value = grown
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {"value": self.value, "finite_in_a_row": self._finite_in_a_row}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

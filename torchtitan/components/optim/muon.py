@@ -56,7 +56,7 @@ class Muon(Allocated, torch.optim.Muon):
                 self.state[matrix] = state
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         self.allocate()
         for group in self.param_groups:
             given = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -72,7 +72,7 @@ class Muon(Allocated, torch.optim.Muon):
                 self._update(matrices[first : first + n_ranks], mesh, group)
 
     def _update(
-        self, matrices: Sequence[Tensor], mesh: DeviceMesh | None, group: dict[str, Any]
+        self, matrices: Sequence[Tensor], mesh: DeviceMesh | None, group: dict[str, object]
     ) -> None:
         """Update at most one matrix per rank. A collective."""
         own = _coordinates(mesh).index(tuple(mesh.get_coordinate() or ())) if mesh else 0
@@ -88,7 +88,7 @@ class Muon(Allocated, torch.optim.Muon):
             shared = _shared(update if index == own else None, matrix, index)
             self._apply(matrix, shared[self._own_parts[matrix]], group)
 
-    def _orthogonal(self, matrices: Tensor, group: dict[str, Any]) -> Tensor:
+    def _orthogonal(self, matrices: Tensor, group: dict[str, object]) -> Tensor:
         """Return orthogonal matrices (…, m, n) next to the given ones, each computed by itself."""
         settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
         if matrices.ndim == 2:

@@ -424,7 +424,7 @@ class Optimizer(Configurable):
 
     def group_settings(
         self, groups: Mapping[str, list[tuple[str, nn.Parameter]]]
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, object]]:
         """Return the groups of a `torch.optim` optimizer, with rates and weight decays as
         `param_groups` sets them, for `make_optimizers`."""
         settings = []
@@ -434,7 +434,7 @@ class Optimizer(Configurable):
             group = self.config.param_groups.get(key) or ParamGroup(pattern="")
             lr = self.config.lr if group.lr is None else group.lr
             decay = self.config.weight_decay if group.weight_decay is None else group.weight_decay
-            settings_of_group: dict[str, Any] = {
+            settings_of_group: dict[str, object] = {
                 "lr": lr * group.lr_factor,
                 "weight_decay": decay * group.weight_decay_factor,
             }

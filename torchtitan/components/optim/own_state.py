@@ -45,11 +45,11 @@ class OwnState(KeptTypes, Allocated):
     """Entries of a parameter's state that are numbers, 0 before its first update: scalars in CPU
     memory, float64."""
 
-    def __init__(self, groups: list[dict[str, Any]], **settings: Any):
+    def __init__(self, groups: list[dict[str, object]], **settings: object):
         super().__init__(groups, settings)
         self._numbers: dict[Tensor, dict[str, float]] = {}
 
-    def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def new_state(self, parameter: Tensor, group: dict[str, object]) -> dict[str, Tensor]:
         """Return the tensors of a parameter's state before its first update."""
         raise NotImplementedError
 
@@ -77,7 +77,7 @@ class OwnState(KeptTypes, Allocated):
         self.state[parameter][name].fill_(value)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         self.allocate()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -85,7 +85,7 @@ class OwnState(KeptTypes, Allocated):
                     self.set_number(parameter, "step", self.number(parameter, "step") + 1)
                     self.update(parameter, parameter.grad, group)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Load the state of parameters that have one."""
         super().load_state_dict(state_dict)
         for parameter, numbers in self._numbers.items():

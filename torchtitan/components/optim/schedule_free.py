@@ -25,12 +25,12 @@ class ScheduleFreeAdamW(OwnState):
 
     number_names = ("step", "largest_lr", "weight_sum")
 
-    def __init__(self, groups: list[dict[str, Any]], **settings: Any):
+    def __init__(self, groups: list[dict[str, object]], **settings: object):
         super().__init__(groups, **settings)
         self.training_weights: dict[Tensor, Tensor] = {}
         """Parameter → y in a context of `evaluating`; empty outside."""
 
-    def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def new_state(self, parameter: Tensor, group: dict[str, object]) -> dict[str, Tensor]:
         # z follows with the first update, since weights may be loaded before it.
         return {
             "z": torch.zeros_like(parameter, requires_grad=False),

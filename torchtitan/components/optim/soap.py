@@ -29,12 +29,12 @@ class SOAP(OwnState):
     All state is sharded, but each rank gathers it and computes the update of the whole matrix.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], **settings: Any):
+    def __init__(self, groups: list[dict[str, object]], **settings: object):
         super().__init__(groups, **settings)
         # Found by computations on tensors, which have no values during a dry run's step.
         self._own_parts: dict[Tensor, tuple[slice, ...]] = {}
 
-    def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def new_state(self, parameter: Tensor, group: dict[str, object]) -> dict[str, Tensor]:
         moments = {
             name: torch.zeros_like(parameter, requires_grad=False)
             for name in ("exp_avg", "exp_avg_sq")

@@ -122,7 +122,7 @@ class SpikeGuard(Configurable):
         self.in_a_row += 1
         self.n_skipped += 1
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {
             "recent": [*map(list, self._recent)],
             **{name: getattr(self, name) for name in _COUNTS},

@@ -48,7 +48,7 @@ CONFIG = ADAPTER_CONFIG
 _ROUNDING = 2**-6
 """Largest relative difference between 16-bit roundings of the same float32 number."""
 
-_SETTINGS: Mapping[str, tuple[str, Any]] = {
+_SETTINGS: Mapping[str, tuple[str, object]] = {
     "r": ("rank", 8),
     "lora_alpha": ("alpha", 8),
     "use_rslora": ("rslora", False),
@@ -56,7 +56,7 @@ _SETTINGS: Mapping[str, tuple[str, Any]] = {
 }
 """PEFT's option → field of `LoRA.Config`, and PEFT's default."""
 
-_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+_SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     # Other values, such as "pissa", change the base weights.

@@ -105,7 +105,7 @@ class NVFP4Gathers:
 
 def _gathered_layers(
     model_parts: Iterable[nn.Module], option: str, block: int
-) -> Iterator[tuple[Any, NarrowLinear]]:
+) -> Iterator[tuple[object, NarrowLinear]]:
     """Yield the narrow linear layers whose weights FSDP divides, each after FSDP's record of it."""
     parts = list(model_parts)
     names = {

@@ -185,8 +185,8 @@ class NVFP4Weight(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch calls it with the class
-        cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, operation: object, types: object, args: Any = (), kwargs: object = None
+    ) -> object:
         """Return the same weight from what FSDP and autograd do with it; nothing else can."""
         aten, (own, *_) = torch.ops.aten, args
         same = (aten.detach.default, aten.as_strided.default, aten.view.default)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.chat_template.calls import Call
@@ -21,8 +20,8 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 
-Message = Mapping[str, Any]
-Tools = Sequence[Mapping[str, Any]]
+Message = Mapping[str, object]
+Tools = Sequence[Mapping[str, object]]
 
 _TAIL = 64
 """Tokens at the end of a prompt in which it may open reasoning."""
@@ -39,7 +38,7 @@ class Reply:
     is_cut: bool = False
     """True if it ended without a stop."""
 
-    def to_message(self) -> dict[str, Any]:
+    def to_message(self) -> dict[str, object]:
         """Return a message in the form of OpenAI's API."""
         message: dict[str, object] = {"role": "assistant", "content": self.content}
         if self.reasoning:

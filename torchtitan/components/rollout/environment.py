@@ -37,7 +37,7 @@ class Environment:
     """True if the reward of a step is for its turn and earlier ones; otherwise, it is for all
     turns."""
 
-    def reset(self, row: Mapping[str, Any]) -> Any:
+    def reset(self, row: Mapping[str, object]) -> Any:
         """Begin with a row of the data, and return the first messages (`Messages`). None: the row's
         prompt."""
         return None
@@ -46,7 +46,7 @@ class Environment:
         """Return the `Step` after a turn of the model."""
         raise NotImplementedError
 
-    def close(self) -> Any:
+    def close(self) -> object:
         """Free what the environment holds; called once, even after an error."""
 
 
@@ -66,6 +66,6 @@ def messages_of(messages: Messages) -> list[Message]:
     )
 
 
-async def result_of(value: Any) -> Any:
+async def result_of(value: object) -> Any:
     """Return a value, which may have to be awaited."""
     return await value if inspect.isawaitable(value) else value

@@ -21,7 +21,7 @@ them."""
 
 
 @functools.lru_cache(maxsize=1024)
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> object:
     """Return the formula of a LaTeX text; None unless math-verify reads all of it: it drops what it
     does not know."""
     from math_verify import LatexExtractionConfig, parse
@@ -71,7 +71,7 @@ def _equal_objects(one: object, other: object) -> bool:
     return all(both) and _equal_values(one, other)
 
 
-def _exact(formula: Any) -> Any:
+def _exact(formula: Any) -> object:
     """Return a formula with fractions instead of its decimals, which SymPy rounds."""
     from sympy import Float, Rational
 

@@ -205,7 +205,7 @@ _SYNONYM = re.compile(
 """Spellings of one relation or symbol."""
 
 
-def _minutes(match: re.Match[str]) -> tuple[Any, ...]:
+def _minutes(match: re.Match[str]) -> tuple[object, ...]:
     """Return hour, minute and second; the hour is of the day unless it may be of either half."""
     hour = int(match[1])
     minute = int(match[2])

@@ -27,7 +27,7 @@ class OpenEnvironment(Environment):
     _client: Any = None
     _places: ClassVar["WeakKeyDictionary[Any, dict[type, asyncio.Semaphore]]"] = WeakKeyDictionary()
 
-    def to_action(self, reply: Reply) -> Mapping[str, Any]:
+    def to_action(self, reply: Reply) -> Mapping[str, object]:
         """Return the action of a turn, with the fields of the server's class of actions. Default:
         `message`, the content."""
         return {"message": reply.content}
@@ -36,7 +36,7 @@ class OpenEnvironment(Environment):
         """Return an observation for the model. Default: its JSON."""
         return json.dumps(observation)
 
-    def reset_options(self, row: Mapping[str, object]) -> Mapping[str, Any]:
+    def reset_options(self, row: Mapping[str, object]) -> Mapping[str, object]:
         """Return the options of the server's reset for a row, such as `seed`."""
         return {}
 

@@ -89,7 +89,7 @@ class Replay:
         while len(self._kept) > self._size:
             del self._kept[next(iter(self._kept))]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the kept trajectories as JSON text."""
         rows = [{name: getattr(t, name) for name in _KEPT} for t in self._kept.values()]
         return {"kept": json.dumps(rows), "data": self._data}

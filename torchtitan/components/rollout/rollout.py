@@ -104,7 +104,7 @@ class RolloutEngine:
         self.sampled.append((list(tokens), generation))
         return generation
 
-    def _stops(self, tokens: Sequence[int], stop: Sequence[str]) -> dict[str, Any]:
+    def _stops(self, tokens: Sequence[int], stop: Sequence[str]) -> dict[str, object]:
         if not isinstance(self.engine, Engine):
             return {"stop": list(stop)}
         kept = self.chat.kept if self.chat else {}
@@ -209,7 +209,7 @@ class RolloutEngine:
 
 
 # of a row; many run at a time
-Rollout = Callable[[Mapping[str, Any], RolloutEngine], Awaitable[Trajectory]]
+Rollout = Callable[[Mapping[str, object], RolloutEngine], Awaitable[Trajectory]]
 
 
 async def single_turn(row: Mapping[str, object], engine: RolloutEngine) -> Trajectory:

@@ -137,7 +137,7 @@ class VLLMEngine:
         return results
 
 
-def _fields_of(sampling: Sampling) -> dict[str, Any]:
+def _fields_of(sampling: Sampling) -> dict[str, object]:
     """Return all settings, since the model's generation_config.json changes the server's
     defaults."""
     return {
@@ -177,7 +177,7 @@ def _transfer(url: str, weights: TensorSource, rank: int, n_workers: int) -> Any
     class Source(WeightSource):
         """The model's weights in the order in which all ranks read them."""
 
-        def metadata(self) -> list[Any]:
+        def metadata(self) -> list[object]:
             return [
                 ParamMeta(name, spec.dtype, tuple(spec.shape))
                 for name, spec in weights.specs.items()

@@ -1,7 +1,5 @@
 """Errors that a client gets, in the shape of OpenAI's API."""
 
-from typing import Any
-
 _KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -38,7 +36,7 @@ class RequestError(Exception):
         self.code = code
         self.headers = headers or {}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the body of the answer."""
         kind = _KINDS.get(self.status, "invalid_request_error")
         fields = {

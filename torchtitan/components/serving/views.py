@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -18,7 +18,7 @@ class View(Protocol):
         """Return the names of the present records."""
         ...
 
-    def read(self, name: str, query: Mapping[str, str]) -> dict[str, Any]:
+    def read(self, name: str, query: Mapping[str, str]) -> dict[str, object]:
         """Return a record as a JSON object. Raise `RequestError` for a wrong query."""
         ...
 

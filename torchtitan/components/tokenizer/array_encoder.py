@@ -89,7 +89,7 @@ class ArrayEncoder:
         self._backend = tokenizer.backend if isinstance(tokenizer, PretrainedTokenizer) else None
         self._fast: Any = None
         """gigatoken's tokenizer, while it is in use."""
-        self._load: Callable[[], Any] | None = None
+        self._load: Callable[[], object] | None = None
         """Opens another one with the same ids."""
         self._is_added: Array = np.zeros(tokenizer.vocab_size, bool)
         """Mask of the ids of special and added tokens, (vocab_size,)."""
@@ -303,7 +303,7 @@ def _worth_opening(backend: HuggingFace | Tiktoken | None) -> int:
     return WORTH_OPENING[HuggingFace if backend is None else type(backend)]
 
 
-def _open_backend(backend: HuggingFace | Tiktoken) -> tuple[Callable[[], Any], Any]:
+def _open_backend(backend: HuggingFace | Tiktoken) -> tuple[Callable[[], object], object]:
     """Return a function that opens a backend with gigatoken, and its first result. Raise an error
     of any kind if gigatoken cannot open it."""
     from gigatoken import Tokenizer as Fast

@@ -205,10 +205,10 @@ def _post_processor(ours: PretrainedTokenizer, theirs: Any) -> "TemplateProcessi
 
 def _new_settings(
     folder: Path,
-    settings: dict[str, Any],
+    settings: dict[str, object],
     ours: PretrainedTokenizer,
     theirs: "tokenizers.Tokenizer",
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return a tokenizer_config.json that makes `AutoTokenizer` use tokenizer.json unchanged."""
     # special_tokens_map.json is ignored if there is an `added_tokens_decoder`, written below.
     named = read_object(folder / "special_tokens_map.json")
@@ -244,7 +244,7 @@ def _new_settings(
     return updated
 
 
-def _text_of(token: object) -> Any:
+def _text_of(token: object) -> object:
     """Return the text of a token (possibly a serialized `AddedToken`), or of all tokens in a
     list."""
     if isinstance(token, list):

@@ -112,7 +112,7 @@ _KEEP_SPACES = {"<unk>", "<s>", "<|endoftext|>"}
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
-def gguf_vocabulary(tokenizer: PretrainedTokenizer, n_rows: int) -> dict[str, Any]:
+def gguf_vocabulary(tokenizer: PretrainedTokenizer, n_rows: int) -> dict[str, object]:
     """Return the metadata of a tokenizer.
 
     Args:
@@ -248,7 +248,7 @@ def _merges_reach_all(document: Mapping[str, Any]) -> bool:
     return all(len(each.ids) == 1 for each in merging.encode_batch(texts))
 
 
-def _rules(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, ...]:
+def _rules(pre_tokenizer: Mapping[str, object] | None) -> tuple[str, ...]:
     """Return the steps of a pre-tokenizer, in the words of `_NAMES`."""
     parts: Sequence[Mapping[str, Any]] = [pre_tokenizer or {"type": "none"}]
     if parts[0]["type"] == "Sequence":

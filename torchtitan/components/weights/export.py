@@ -145,7 +145,9 @@ def format_for(spec: ModelSpec, to: str) -> ExternalFormat:
     return spec.formats[to]
 
 
-def config_json(spec: ModelSpec, ids: Mapping[str, object], dtype: torch.dtype) -> dict[str, Any]:
+def config_json(
+    spec: ModelSpec, ids: Mapping[str, object], dtype: torch.dtype
+) -> dict[str, object]:
     """Return a model's config.json, for transformers 4 and 5, or for a library that needs
     no further keys. `ids` come from `assets.token_ids`; `dtype` is the type of the weights."""
     format = format_for(spec, "hf")

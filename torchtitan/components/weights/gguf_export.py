@@ -114,8 +114,8 @@ def _kind(name: str, given: TensorSpec, dtype: torch.dtype | None, quantize: boo
 
 
 def _all_metadata(
-    metadata: Mapping[str, Any], spec: ModelSpec, assets: Path | None
-) -> dict[str, Any]:
+    metadata: Mapping[str, object], spec: ModelSpec, assets: Path | None
+) -> dict[str, object]:
     architecture = metadata["general.architecture"]
     keys = {
         f"{architecture}.{key}": value
@@ -130,7 +130,7 @@ def _all_metadata(
     return keys | _tokenizer_metadata(assets, spec.model.vocab_size or 0)
 
 
-def _tokenizer_metadata(assets: Path, n_rows: int) -> dict[str, Any]:
+def _tokenizer_metadata(assets: Path, n_rows: int) -> dict[str, object]:
     tokenizer: PretrainedTokenizer = PretrainedTokenizer.Config().build(path=assets)
     keys = gguf_vocabulary(tokenizer, n_rows)
     ids = token_ids(assets, assets / "config.json")
@@ -153,7 +153,7 @@ def _tokenizer_metadata(assets: Path, n_rows: int) -> dict[str, Any]:
     return keys
 
 
-def _add(gguf: ModuleType, writer: Any, key: str, value: Any) -> None:
+def _add(gguf: ModuleType, writer: Any, key: str, value: object) -> None:
     """Add a value, with the type that llama.cpp expects: numbers are 32 bits, whole ones
     unsigned."""
     types = gguf.GGUFValueType
@@ -173,7 +173,7 @@ def _declare(gguf: ModuleType, writer: Any, name: str, given: TensorSpec, kind: 
     writer.add_tensor_info(name, shape, numpy.uint8, int(numpy.prod(shape)), raw_dtype=raw)
 
 
-def _encoded(gguf: ModuleType, name: str, tensor: Tensor, kind: Kind) -> Any:
+def _encoded(gguf: ModuleType, name: str, tensor: Tensor, kind: Kind) -> object:
     """Return the bytes of a tensor, as an array."""
     import numpy
 

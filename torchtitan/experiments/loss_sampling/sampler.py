@@ -1,7 +1,7 @@
 """The sampler of this experiment."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,6 @@ class LossSampler(WeightedSampler):
     def observe(self, statistics: StepStatistics) -> None:
         self.measured(statistics.samples, statistics.sample_losses)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         # as earlier versions have named them
         super().load_state_dict({"estimates": state.get("losses"), **state})

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -77,7 +76,7 @@ class RewardModel:
         self,
         prompts: Sequence[str],
         completions: Sequence[str],
-        rows: Sequence[Mapping[str, Any]],
+        rows: Sequence[Mapping[str, object]],
         images: Sequence[Images] = (),
     ) -> list[float | None]:
         """Return the rewards; None for a completion that spells tokens of images, which the model
@@ -101,7 +100,9 @@ class RewardModel:
                 rewards[number] = reward
         return rewards
 
-    def _encode(self, completion: str, row: Mapping[str, Any], images: Images) -> EncodedRow | None:
+    def _encode(
+        self, completion: str, row: Mapping[str, object], images: Images
+    ) -> EncodedRow | None:
         """Return the conversation, and another token, so that the model sees the last one."""
         prompt = self._prompt(row, images)
         messages = [*prompt.messages, {"role": "assistant", "content": completion}]
@@ -117,7 +118,7 @@ class RewardModel:
         part = EncodedSample(np.append(part.ids, 0), np.append(part.trained, False))
         return EncodedRow((part,), images=[image.to_json() for image in images])
 
-    def _prompt(self, row: Mapping[str, Any], images: Images) -> Conversation:
+    def _prompt(self, row: Mapping[str, object], images: Images) -> Conversation:
         form = find_format(list(row), "auto", {}, "prompt")
         if self._processor:
             form = reads_images(form, GivenImages(images))

@@ -60,7 +60,7 @@ class Calculator(Environment):
     )
     max_turns = 4
 
-    def reset(self, row: Mapping[str, Any]) -> str:
+    def reset(self, row: Mapping[str, object]) -> str:
         self._answer = str(row["answer"])
         self._n_calls = 0
         return str(row["question"])

@@ -284,7 +284,7 @@ class RLTrainer(RatedRolloutTrainer):
         control.observe(outcome.measures["entropy"])
         return dataclasses.replace(outcome, measures={**outcome.measures, "entropy_weight": factor})
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         control = self.policy.entropy
         adapted = {"entropy": control.state_dict()} if control.is_adaptive else {}
         kept = {"replay": self.replay.state_dict()} if self.config.replay.size else {}

@@ -275,7 +275,7 @@ def awq_weights(
 
 
 def compressed_integer(
-    source: TensorSource, layer: str, schemes: Sequence[Mapping[str, Any]]
+    source: TensorSource, layer: str, schemes: Sequence[Mapping[str, object]]
 ) -> QuantizedWeight:
     """Return the weight of a layer of compressed-tensors whose integers are packed or int8.
 
@@ -335,7 +335,7 @@ class _Integers(NamedTuple):
 
 
 def _whole_integers(
-    source: TensorSource, layer: str, schemes: Sequence[Mapping[str, Any]], n_groups: int
+    source: TensorSource, layer: str, schemes: Sequence[Mapping[str, object]], n_groups: int
 ) -> _Integers:
     """Return integers in int8."""
     outputs, inputs = _matrix(source.specs, f"{layer}.weight")
@@ -347,7 +347,7 @@ def _whole_integers(
 
 
 def _packed_integers(
-    source: TensorSource, layer: str, schemes: Sequence[Mapping[str, Any]], n_groups: int
+    source: TensorSource, layer: str, schemes: Sequence[Mapping[str, object]], n_groups: int
 ) -> _Integers:
     """Return packed integers, in the only layout of the schemes that has the width of the rows."""
     specs, packed = source.specs, f"{layer}.weight_packed"

@@ -27,7 +27,7 @@ from torchtitan.protocols.tensor_source import (
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object
 
-Section = Mapping[str, Any]
+Section = Mapping[str, object]
 """Description of a quantization, `quantization_config` of config.json."""
 
 _OTHER_SCALES = (
@@ -119,7 +119,7 @@ def _is_rotated_offline(config: object) -> bool:
     """Return whether a transform_config rotates weights alone. Those are stored rotated, and one
     rotation undoes the other, so that the model computes the same without any."""
     schemes = config.get("config_groups") if isinstance(config, dict) else None
-    applied: list[Any] = []
+    applied: list[object] = []
     for scheme in schemes.values() if isinstance(schemes, dict) else ():
         parts = scheme.get("apply") if isinstance(scheme, dict) else None
         applied += parts if isinstance(parts, list) and not scheme.get("requires_grad") else [None]
