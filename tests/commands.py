@@ -182,12 +182,13 @@ class _Start:
         import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as elastic
         import torch.distributed.elastic.rendezvous.dynamic_rendezvous as dynamic_rendezvous
 
+        import torchtitan.cli.child as child
         import torchtitan.cli.launch as launcher
-        import torchtitan.cli.run as recipes
 
-        # Ranks, also torchrun's, and stages of recipes are forked from this process.
+        # Ranks, also torchrun's, stages of recipes and runs of ladders are forked from this process.
         forks = types.SimpleNamespace(Popen=_Forked, PIPE=subprocess.PIPE)
-        launcher.subprocess = recipes.subprocess = forks  # type: ignore[assignment]
+        assert child.subprocess is launcher.subprocess is subprocess
+        launcher.subprocess = child.subprocess = forks  # type: ignore[assignment]
         elastic.Popen = _fork_rank_of_torchrun  # type: ignore[assignment, misc]
         # It names its caller in records of each meeting by `inspect.stack`, which reads the source
         # files of all imported modules: two thirds of the time of an elastic run.
@@ -203,7 +204,7 @@ def _fork_rank_of_torchrun(
 
 
 class _Forked:
-    """`subprocess.Popen` as the launcher, torchrun and `torchtitan run` use it."""
+    """`subprocess.Popen` as the launcher, torchrun and `torchtitan.cli.child` use it."""
 
     def __init__(
         self,
@@ -211,14 +212,21 @@ class _Forked:
         *,
         env: dict[str, str] | None = None,
         stdin: int = 0,
-        stdout: int | None = None,
+        stdout: IO[bytes] | int | None = None,
+        stderr: IO[bytes] | None = None,
         preexec_fn: Callable[[], None] | None = None,
         start_new_session: bool = False,
     ):
         from tests.preloaded import PATH
 
         self.returncode: int | None = None
-        reader, writer = os.pipe() if stdout == subprocess.PIPE else (None, 1)
+        reader = None
+        if stdout == subprocess.PIPE:
+            reader, writer = os.pipe()
+        else:
+            assert not isinstance(stdout, int)
+            writer = 1 if stdout is None else stdout.fileno()
+        errors = 2 if stderr is None else stderr.fileno()
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -227,6 +235,7 @@ class _Forked:
                 if start_new_session:
                     os.setsid()
                 os.dup2(stdin, 0)
+                os.dup2(errors, 2)
                 os.dup2(writer, 1)
                 # Including the launcher's connections to the ranks; it holds only one end of each.
                 os.closerange(3, os.sysconf("SC_OPEN_MAX"))
