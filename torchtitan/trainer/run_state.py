@@ -13,7 +13,7 @@ from torchtitan.components.checkpoint.identity import RunIdentity, identify_cont
 from torchtitan.components.checkpoint.resume import StartDecision
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.weights.assets import CheckpointAssets, files_in, read_converters
-from torchtitan.components.weights.export import export_huggingface
+from torchtitan.components.weights.export import export_huggingface, exported_bytes
 from torchtitan.components.weights.pretrained import frozen_weights, load_initial_weights
 from torchtitan.components.weights.sources import base_weights
 from torchtitan.protocols import ModelConverter
@@ -75,11 +75,25 @@ def build_checkpointer(trainer: StoredRun) -> CheckpointManager:
             spec, {**files, **changed_files}, converters=config.model_converters
         ),
         export=export if "hf" in spec.formats else None,
+        exported_bytes=_exported_bytes(trainer),
         base_model=frozen_weights(config.checkpoint, config.debug.seed),
         identity=trainer.identity,
         decision=trainer.start,
     )
     return checkpointer
+
+
+def _exported_bytes(trainer: StoredRun) -> int | None:
+    """Return the size of the weights that the last save exports; None: the trained weights'."""
+    checkpoint = trainer.config.checkpoint
+    if not (trainer.converters and checkpoint.saves and checkpoint.last_save_in_hf):
+        return None
+    return exported_bytes(
+        trainer.config.model_spec,
+        trainer.converters,
+        training_dtype=getattr(torch, trainer.config.training.dtype),
+        dtype=getattr(torch, checkpoint.export_dtype) if checkpoint.export_dtype else None,
+    )
 
 
 def states_of(trainer: StoredRun, models: Mapping[str, RunModel]) -> "dict[str, Stateful]":

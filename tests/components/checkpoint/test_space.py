@@ -19,6 +19,7 @@ from torchtitan.components.checkpoint import space as disk_space
 from torchtitan.components.checkpoint.filesystem import LocalFolder
 from torchtitan.components.checkpoint.saver import CheckpointSaveError
 from torchtitan.components.observe.run_events import read_events
+from torchtitan.components.peft import QLoRA
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
@@ -80,6 +81,21 @@ def test_size_is_predicted(tmp_path):
     assert_size_is_predicted(tmp_path)
 
 
+def test_the_size_of_an_export_is_predicted(tmp_path):
+    """QLoRA trains and saves few bits, and exports merged weights, which are wide."""
+    options = {
+        "checkpoint__enable": True,
+        "checkpoint__last_save_in_hf": True,
+        "model__ffn_dim": 2048,
+    }
+    trainer = train(tmp_path, QLoRA.Config(rank=1), training__steps=1, **options)
+    manager = trainer.checkpointer
+    weights = {"model": manager.states["model"].state_dict()}
+    written = (tmp_path / "checkpoint/step-1/model.safetensors").stat().st_size
+    assert written > 1.2 * disk_space.total_bytes(weights, manager._ranks)
+    assert 0 <= written - manager._exported_bytes < 0.05 * written  # the header
+
+
 def predict_in_processes(folder: Path, layout: dict[str, int]) -> None:
     assert_size_is_predicted(folder, **layout)
 
@@ -111,6 +127,10 @@ def test_size_is_predicted_for_a_layout(tmp_path, layout):
         (0.3, {"last_save_model_only": True}, "error"),
         (0.6, {"last_save_in_hf": True}, "error"),  # a copy, and the files for export
         (0.9, {"last_save_in_hf": True}, "fits"),
+        (0.4, {"last_save_in_hf": True, "export_dtype": "bfloat16"}, "fits"),
+        (0.3, {"last_save_in_hf": True, "export_dtype": "bfloat16"}, "error"),
+        (0.2, {"last_save_model_only": True, "export_dtype": "float16"}, "fits"),
+        (0.1, {"last_save_model_only": True, "export_dtype": "float16"}, "error"),
         (1.2, {"last_save_in_hf": True, "interval": 3}, "warning"),
         (0.9, {"last_save_in_hf": True, "interval": 3}, "error"),
     ],

@@ -72,6 +72,7 @@ class CheckpointManager(Configurable):
             `initial_load_path` if only the model is loaded from it.
         assets: additional files that rank 0 writes into each checkpoint.
         export: converts a model-only checkpoint to Hugging Face files, for `last_save_in_hf`.
+        exported_bytes: size of the files of `export`; None: the model's.
         base_model: origin of the frozen weights, for `save_trainable_only`; `initial_loads` load
             them before resuming.
         identity: returns the run's identity; called on rank 0. It is saved in checkpoints, and
@@ -114,6 +115,7 @@ class CheckpointManager(Configurable):
         initial_loads: Mapping[str, Callable[[], None]] | None = None,
         assets: Assets | None = None,
         export: Export | None = None,
+        exported_bytes: int | None = None,
         base_model: BaseWeights = _SEED_WEIGHTS,
         identity: Callable[[], RunIdentity] | None = None,
         decision: StartDecision | None = None,
@@ -133,6 +135,7 @@ class CheckpointManager(Configurable):
         # collectives.
         self._ranks = Ranks(new_cpu_group())
         self._base_model = base_model
+        self._exported_bytes = exported_bytes
         self._validate_states(can_export=export is not None)
         # Computed now, since the files may have been replaced by the time of the first save.
         self._base_digest = (
@@ -264,12 +267,18 @@ class CheckpointManager(Configurable):
         models = {
             name: state for name, state in self.states.items() if isinstance(state, ModelState)
         }
-        weights: dict[str, Entries] = {name: state.state_dict() for name, state in models.items()}
-        full = total_bytes(self._encode("full"), self._ranks)
-        model = total_bytes(weights, self._ranks)
+        weights: dict[str, dict[str, torch.Tensor]] = {
+            name: state.state_dict() for name, state in models.items()
+        }
         last_kind = self.config.last_kind
+        types = {
+            name: self._types(state, weights[name], last_kind) for name, state in models.items()
+        }
+        full = total_bytes(self._encode("full"), self._ranks)
+        model = total_bytes(weights, self._ranks, types)
+        exported = model if self._exported_bytes is None else self._exported_bytes
         # exports come from a copy
-        last = {"full": full, "model_only": model, "huggingface": 2 * model}[last_kind]
+        last = {"full": full, "model_only": model, "huggingface": model + exported}[last_kind]
         n_full = (
             (last_step - 1) // self.config.interval
             - step // self.config.interval
@@ -459,14 +468,8 @@ class CheckpointManager(Configurable):
         weights: dict[str, torch.Tensor] = state.state_dict()
         if self.config.export_dtype is None:
             return weights
-        # The Hugging Face export converts merged weights itself; derived weights keep their own
-        # types.
-        unchanged = {*(state.converted if kind == "huggingface" else state.derived), *state.buffers}
-        dtype = getattr(torch, self.config.export_dtype)
-        converted = {
-            name: value.to(dtype) if value.is_floating_point() and name not in unchanged else value
-            for name, value in weights.items()
-        }
+        types = self._types(state, weights, kind)
+        converted = {name: value.to(types[name]) for name, value in weights.items()}
         local = [name for name, value in weights.items() if _has_overflow(value, converted[name])]
         overflowing = sorted({name for names in self._ranks.gather(local) for name in names})
         if not overflowing:
@@ -478,6 +481,21 @@ class CheckpointManager(Configurable):
                 "; the weights are saved in their training type"
             )
         return weights
+
+    def _types(
+        self, state: ModelState, weights: Mapping[str, torch.Tensor], kind: Kind
+    ) -> dict[str, torch.dtype]:
+        """Return the type in which a weights-only save writes each tensor if no value overflows."""
+        # The Hugging Face export converts merged weights itself; derived weights keep their own
+        # types.
+        unchanged = {*(state.converted if kind == "huggingface" else state.derived), *state.buffers}
+        chosen = getattr(torch, self.config.export_dtype) if self.config.export_dtype else None
+        return {
+            name: chosen
+            if chosen and value.is_floating_point() and name not in unchanged
+            else value.dtype
+            for name, value in weights.items()
+        }
 
     def _prune(self, step: int) -> None:
         self._saved_steps.add(step)

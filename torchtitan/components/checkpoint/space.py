@@ -7,11 +7,11 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.state import Entries
 from torchtitan.distributed.initialize import local_part
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
@@ -26,13 +26,19 @@ _SMALL = 1024
 _UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
-def total_bytes(states: Mapping[str, Entries], ranks: Ranks) -> int:
-    """Return the size of a checkpoint of `states`; each rank has a part. All ranks call this
-    together."""
+def total_bytes(
+    states: Mapping[str, Mapping[str, Tensor | str]],
+    ranks: Ranks,
+    types: Mapping[str, Mapping[str, torch.dtype]] | None = None,
+) -> int:
+    """Return the size of a checkpoint of `states`; each rank has a part. `types`: the types of
+    tensors by state and name, if they are converted. All ranks call this together."""
     shares, whole = 0.0, dict[str, int]()
     for name, entries in states.items():
         for key, value in entries.items():
             n_bytes = local_part(value).nbytes if isinstance(value, Tensor) else len(value)
+            if types and isinstance(value, Tensor):
+                n_bytes = n_bytes * types[name][key].itemsize // value.dtype.itemsize
             if is_dtensor(value):
                 shares += n_bytes / _replicas(value)
             elif n_bytes >= _SMALL:

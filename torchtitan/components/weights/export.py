@@ -1,6 +1,7 @@
 """Export of complete checkpoints in any format: weights, model description and tokenizer."""
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,13 +24,14 @@ from torchtitan.components.weights.assets import (
 )
 from torchtitan.components.weights.huggingface import MAX_FILE_BYTES, write_huggingface
 from torchtitan.components.weights.torch_files import write_meta
-from torchtitan.components.weights.views import ExternalView, PlainView
+from torchtitan.components.weights.views import ExternalView, LiveSource, PlainView
 from torchtitan.protocols.conversion import converted_model
 from torchtitan.protocols.converter import ModelConverter
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import ExternalFormat
 from torchtitan.protocols.tensor_source import TensorSource, TensorSpec
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.logging import without_logs
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -131,6 +133,27 @@ def export_huggingface(
         weights = PlainView(weights, converted_model(spec.model, converters), converters)
     export_checkpoint(
         target, "hf", spec, weights, assets, changed_files=changed_files, dtype=dtype, ranks=ranks
+    )
+
+
+def exported_bytes(
+    spec: ModelSpec,
+    converters: Sequence[ModelConverter],
+    *,
+    training_dtype: torch.dtype,
+    dtype: torch.dtype | None,
+) -> int:
+    """Return the size of the weights that `export_huggingface` writes with these arguments for a
+    model that trains in `training_dtype`. Values in few bits become wide."""
+    model = converted_model(spec.model, converters).to(training_dtype)
+    with without_logs(logging.INFO):
+        plain = PlainView(LiveSource(model.state_dict()), model, converters)
+    given = plain.specs.values()
+    return sum(
+        TensorSpec(one.shape, dtype).n_bytes
+        if dtype and one.dtype.is_floating_point
+        else one.n_bytes
+        for one in given
     )
 
 
