@@ -389,6 +389,8 @@ def test_the_entry_point_of_one_process(
             ["trian"],  # codespell:ignore
             ["unknown command 'trian'", "did you mean 'train'", "ls", "new"],  # codespell:ignore
         ),
+        (["finetune", "lora"], ["unknown command 'finetune'; use torchtitan train --module M"]),
+        (["merge-lora"], ["use torchtitan convert, which merges an adapter"]),
         (["ls", "everything"], ["everything"]),
         (["new"], ["required: path", "torchtitan new --help"]),
         (

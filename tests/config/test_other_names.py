@@ -96,6 +96,8 @@ def test_each_answer_names_options_that_exist():
         (["--train-iters", "5"], "use --training.steps"),
         (["--model.micro_batch_size", "2"], "use --training.local_batch_size"),
         (["--exp_manager.exp_dir", "x"], "use --dump_folder"),
+        (["--modul", "qwen3"], "unknown option --modul; did you mean '--module'?"),
+        (["--config_fil", "a.yaml"], "did you mean '--config_file'?"),
         (["-lr", "1e-4"], "unknown option --lr; use --optimizer.lr"),
         (["-training.steps", "5"], "begins with two dashes: write --training.steps"),
         (["--optimizer.name", "adamw_torch"], "ScheduleFreeAdamW; did you mean 'AdamW'?"),

@@ -74,6 +74,26 @@ _USAGE = "\n".join(
 )
 
 
+_TRAIN_COMMANDS = ("finetune", "finetune_full", "finetune_lora", "sft", "pretrain", "tune", "dpo")
+_COMMANDS_ELSEWHERE = {
+    **dict.fromkeys(_TRAIN_COMMANDS, "train --module M --config C; `torchtitan ls` lists them"),
+    "grpo": "train --module rl --config grpo",
+    "rlhf": "train --module rl --config grpo, or --module preference",
+    "api": "serve",
+    "evaluate": "eval",
+    "export": "convert --to",
+    "infer": "generate",
+    "inference": "generate",
+    "merge": "convert --merge",
+    "merge_lora": "convert, which merges an adapter into its --base",
+    "preprocess": "data",
+    "quantize": "convert --to",
+    "vllm_serve": "serve",
+    "webchat": "serve",
+}
+"""Command of another library → ours."""
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run the named subcommand and return its exit code."""
     words = list(sys.argv[1:] if args is None else args)
@@ -95,9 +115,9 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     from torchtitan.tools.errors import suggest
 
-    message = (
-        f"unknown command '{name}'{suggest(name, COMMANDS)} (there are: {', '.join(COMMANDS)})"
-    )
+    known = _COMMANDS_ELSEWHERE.get(name.replace("-", "_"))
+    meant = f"; use torchtitan {known}" if known else suggest(name, COMMANDS)
+    message = f"unknown command '{name}'{meant} (there are: {', '.join(COMMANDS)})"
     print(presentable(f"torchtitan: {message}"), file=sys.stderr)
     return 2
 

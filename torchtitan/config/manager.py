@@ -344,7 +344,8 @@ class ConfigManager:
                 return UserError(f"unknown option {option}; did you mean {found}?")
         if last in OTHER_NAMES:
             return UserError(f"unknown option {option}; use {OTHER_NAMES[last]}")
-        hint = suggest(option, options, cutoff=0.7) or f"; see {self.prog} --help"
+        selectors = ("--module", "--config", "--config_file", f"--{ASSETS_PARAMETER}")
+        hint = suggest(option, [*options, *selectors], cutoff=0.7) or f"; see {self.prog} --help"
         return UserError(f"unknown option {option}{hint}")
 
 

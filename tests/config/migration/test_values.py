@@ -331,6 +331,12 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     ),
     "short.yaml": (AXOLOTL.replace("org/d", "gsm8k"), {}, {"name of gsm8k": MISS}),
     "off.yaml": (AXOLOTL + "made_up: false\nother: 0", {}, {"made_up": MISS, "other": MISS}),
+    "not_held_out.yaml": (
+        AXOLOTL + "val_set_size: 0.0\nunsloth_lora_mlp: true",
+        {},
+        {"val_set_size": "not needed", "unsloth_lora_mlp": "not needed"},
+    ),
+    "held_out.yaml": (AXOLOTL + "val_set_size: 0.05", {}, {"val_set_size": MISS}),
 }
 
 

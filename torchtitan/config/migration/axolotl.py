@@ -249,7 +249,11 @@ def _default_warmup(migration: Migration) -> None:
 
 def _held_out(migration: Migration) -> list[str]:
     """Read the held-out data, and return its names; none for a part of the training data."""
-    if size := migration.get("val_set_size"):
+    if "val_set_size" not in migration.given:
+        pass
+    elif not (size := migration.get("val_set_size")):
+        migration.drop("val_set_size", "it is off")
+    else:
         migration.miss(
             "val_set_size",
             f"all rows are trained on; write {size} of them to a file of its own, and set "
@@ -356,6 +360,12 @@ RULES: Mapping[str, Rule] = {
     "lora_mlp_kernel": _FASTER,
     "lora_qkv_kernel": _FASTER,
     "lora_o_kernel": _FASTER,
+    "unsloth_cross_entropy_loss": _FASTER,
+    "unsloth_lora_mlp": _FASTER,
+    "unsloth_lora_o": _FASTER,
+    "unsloth_lora_qkv": _FASTER,
+    "unsloth_rms_norm": _FASTER,
+    "unsloth_rope": _FASTER,
     "plugins": missing("kernels of plugins are not needed; other plugins have no counterpart"),
     "liger_rope": _FASTER,
     "liger_rms_norm": _FASTER,
