@@ -403,6 +403,24 @@ def test_datasets_for_validation_of_llama_factory_have_subset_and_split(tmp_path
     assert options["validator.dataset"] == ["org/a:s[test]", str(tmp_path / "b.json")]
 
 
+def test_pre_training_of_llama_factory_reads_the_column_of_text(tmp_path):
+    """Its loader has no other columns."""
+    (tmp_path / "dataset_info.json").write_text(
+        '{"a": {"file_name": "a.json", "columns": {"prompt": "content"}}, '
+        '"b": {"file_name": "b.json", "columns": {"prompt": "body"}}}'
+    )
+    text = FACTORY + f"stage: pt\nfinetuning_type: full\npacking: true\ndataset_dir: {tmp_path}"
+    migration = migration_of("a.yaml", text.replace("mine", "a"), tmp_path)
+    assert migration.config == "pretrain"
+    assert migration.options["dataloader.text_column"] == "content"
+    assert "dataloader.columns" not in migration.options
+    outcomes = {row.key: row.outcome for row in migration.rows}
+    assert outcomes["packing"] == "not needed"
+    both = migration_of("b.yaml", text.replace("mine", "a, b"), tmp_path)
+    assert {row.key: row.outcome for row in both.rows}["columns of the datasets"] == MISS
+    assert "dataloader.text_column" not in both.options
+
+
 TRAINED = {
     "grpo_lora": f"trl grpo --use_peft --lora_r 4 --beta 0.1 --loss_type grpo --top_p 0.9 {TRL}",
     "reward_lora": f"trl reward --use_peft --lora_r 4 {TRL}",

@@ -9,6 +9,7 @@ from torchtitan.config.migration import alignment, hugging_face
 from torchtitan.config.migration.hugging_face import TRAINING_DEFAULTS
 from torchtitan.config.migration.outcome import (
     Migration,
+    Row,
     Rule,
     as_list,
     missing,
@@ -122,7 +123,9 @@ def _preference_loss(migration: Migration) -> None:
 def _data(migration: Migration, stage: str) -> None:
     names, unknown, columns = _sources(migration, "dataset")
     migration.set(dataloader__dataset=names)
-    if columns:
+    if migration.config == "pretrain":
+        _text_column(migration, columns)
+    elif columns:
         migration.set(dataloader__columns=sorted(columns))
     if unknown:
         listed = ", ".join(unknown)
@@ -133,6 +136,8 @@ def _data(migration: Migration, stage: str) -> None:
     if migration.get("dataset_dir") is not None:
         migration.drop("dataset_dir", "part of the paths of the data")
     if migration.config == "pretrain":
+        if migration.get("packing"):
+            migration.drop("packing", "text is always packed")
         return
     _template(migration)
     if migration.module == "auto":
@@ -146,6 +151,18 @@ def _data(migration: Migration, stage: str) -> None:
         if migration.get("train_on_prompt") is not None:
             value = "all" if migration.get("train_on_prompt") else "assistant"
             migration.take("train_on_prompt", "dataloader.train_on", value)
+
+
+def _text_column(migration: Migration, columns: set[str]) -> None:
+    """Read the column of pre-training's text, the prompt there."""
+    beginning = f"{_COLUMNS['prompt']}="
+    texts = sorted(one.removeprefix(beginning) for one in columns if one.startswith(beginning))
+    if len(texts) == 1:
+        migration.set(dataloader__text_column=texts[0])
+    elif texts:
+        why = "one column has the text; rename them in the files to the same"
+        row = Row("columns of the datasets", ", ".join(texts), "without a counterpart", why)
+        migration.list_row(row)
 
 
 def _sources(migration: Migration, key: str) -> tuple[list[str], list[str], set[str]]:

@@ -149,7 +149,7 @@ class Migration:
             split = re.split(r"[^\w.-]", str(split))[0]
         if "/" not in path:
             why = f"write its owner, as in owner/{path}"
-            self._list(Row(f"name of {path}", path, "without a counterpart", why))
+            self.list_row(Row(f"name of {path}", path, "without a counterpart", why))
         parts = [path, f":{config}" if config else "", f"@{revision}" if revision else ""]
         return "".join(parts) + (f"[{split}]" if split and split != "train" else "")
 
@@ -159,9 +159,10 @@ class Migration:
         return {**selection, **nested(self.options)}
 
     def _miss_split(self, path: str, split: object, why: str) -> None:
-        self._list(Row(f"split {split} of {path}", _shown(split), "without a counterpart", why))
+        self.list_row(Row(f"split {split} of {path}", _shown(split), "without a counterpart", why))
 
-    def _list(self, row: Row) -> None:
+    def list_row(self, row: Row) -> None:
+        """List a row, once, of more than a key."""
         if row not in self.rows:
             self.rows.append(row)
 
