@@ -3,7 +3,6 @@ them."""
 
 import functools
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch.utils.checkpoint import (
@@ -100,14 +99,14 @@ def _wrap_blocks(model: BaseModel, *, every: int = 1, **checkpoint_options: obje
 
 
 @functools.cache
-def _always_saved() -> frozenset[Any]:
+def _always_saved() -> frozenset[object]:
     """Return the operations that are always saved: attention and reducing collectives, but not
     gathers, whose results are large."""
     compiled: object = torch.ops.higher_order.inductor_compiled_code
     return frozenset({*attention_operations(), *communication_operations(), compiled})
 
 
-def _save_costly_results() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _save_costly_results() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """Return the contexts of a forward pass and its recomputation, which keep `_always_saved` and
     every second matrix product."""
     linear, products = product_operations(), {False: 0, True: 0}

@@ -10,7 +10,6 @@ R rows, one for each token and chosen expert; E experts in all; M rows that a ra
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +156,7 @@ def _gather_tokens(experts: StackedExperts, mesh: DeviceMesh) -> None:
     experts.register_forward_hook(add_up)
 
 
-def expert_placements(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, Any]:
+def expert_placements(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, object]:
     """Return the experts' parameters, and how FSDP shards them over "efsdp" of `mesh`, with the
     rest of their unit."""
     from torchtitan.tools.torch_private import ShardPlacementResult  # since torch 2.13

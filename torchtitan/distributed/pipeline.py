@@ -243,7 +243,9 @@ class Pipeline:
         )
         adjust_microbatches(self.schedule, _select_rows)
 
-    def forward_backward(self, batch: dict[str, Any], scaled: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward_backward(
+        self, batch: dict[str, object], scaled: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """Add the gradients of a batch's loss: the sum over micro-batches of `scaled(summed loss)`,
         with a linear `scaled`. Return the loss on the rank with the last stage, 0 on the others."""
         self._scaled, self._is_summed = scaled, False

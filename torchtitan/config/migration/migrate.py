@@ -1,7 +1,7 @@
 """Rewrite a configuration of another library as ours."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchtitan.config.migration import axolotl, litgpt, llama_factory, torchtune, trl
 from torchtitan.config.migration.outcome import Migration
@@ -9,7 +9,7 @@ from torchtitan.config.migration.reading import ForeignConfig
 from torchtitan.config.migration.torchtitan_files import migrate_torchtitan
 from torchtitan.tools.errors import UserError
 
-Values = Mapping[str, Any]
+Values = Mapping[str, object]
 
 
 class _Library(NamedTuple):

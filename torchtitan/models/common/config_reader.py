@@ -83,7 +83,7 @@ class ConfigReader:
         if value is None and (is_optional or key == "num_key_value_heads"):
             return None
         plain = types[0] if is_optional else declared
-        readers: dict[Any, Callable[[str], Any]] = {
+        readers: dict[object, Callable[[str], object]] = {
             bool: self.flag,
             int: partial(self.whole_number, least=least),
             float: partial(self.number, least=least),
@@ -94,7 +94,7 @@ class ConfigReader:
             raise self.wrong(key, value, describe(plain))
         return self._shortest_period(key) if get_origin(plain) is list else value
 
-    def _shortest_period(self, key: str) -> list[Any]:
+    def _shortest_period(self, key: str) -> list[object]:
         """Return the fewest first items that a list repeats. Raise `UserError` unless it has one
         item per layer."""
         items, n_layers = self.values[key], self.whole_number("num_hidden_layers")
@@ -107,7 +107,7 @@ class ConfigReader:
         return UserError(f"{self.file}: {key} {said}, but must be {must_be}")
 
 
-def shortest_period(items: Sequence[Any]) -> list[Any]:
+def shortest_period(items: Sequence[object]) -> list[object]:
     """Return the fewest first items that `items` repeats."""
     periods = (
         n

@@ -48,7 +48,7 @@ def latent_rows(config: Any) -> tuple[KeyMapping, ...]:
     )
 
 
-def latent_keys(config: Any) -> dict[str, Any]:
+def latent_keys(config: Any) -> dict[str, object]:
     """Return the metadata of latent attention. Raise `UserError` for biases, which it does not
     have."""
     require_gguf(not config.attention_bias, "attention_bias", True, "False")

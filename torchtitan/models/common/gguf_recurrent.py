@@ -67,7 +67,7 @@ def delta_net_rows(values: Transform) -> tuple[KeyMapping, ...]:
     )
 
 
-def delta_net_keys(config: Any) -> dict[str, Any]:
+def delta_net_keys(config: Any) -> dict[str, object]:
     """Return the metadata of gated delta nets, and of the layers that have them."""
     check_eps(config)
     moe = getattr(config, "moe", None)
@@ -95,7 +95,7 @@ def is_recurrent(config: Any) -> list[bool]:
     return [kind == "linear_attention" for kind in types]
 
 
-def _interval(recurrent: list[bool]) -> dict[str, Any]:
+def _interval(recurrent: list[bool]) -> dict[str, object]:
     interval = recurrent.index(False) + 1
     if recurrent == [(index + 1) % interval > 0 for index in range(len(recurrent))]:
         return {"full_attention_interval": interval}
@@ -136,7 +136,7 @@ def gguf_mamba_rows(config: Any) -> tuple[KeyMapping, ...]:
     )
 
 
-def mamba_keys(config: Any) -> dict[str, Any]:
+def mamba_keys(config: Any) -> dict[str, object]:
     """Return the metadata of Mamba 2. Raise `UserError` for biases that llama.cpp lacks, or
     needs."""
     mamba = config.mamba

@@ -135,7 +135,7 @@ class Mamba2(Recurrence):
 
     def recur(
         self, *inputs: Tensor, documents_BL: Tensor, state: Any, attention: AttentionMetadata
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, object]:
         """Return the heads' results, (B, L, H, P), and the convolutions' last inputs with the
         states."""
         precise = torch.promote_types(inputs[0].dtype, torch.float32)

@@ -38,8 +38,8 @@ class GatedShortConv(Recurrence):
         return (self.in_b(x_BLD) * self.in_x(x_BLD),)
 
     def recur(
-        self, *inputs: Tensor, documents_BL: Tensor, state: Any, attention: AttentionMetadata
-    ) -> tuple[Tensor, Any]:
+        self, *inputs: Tensor, documents_BL: Tensor, state: object, attention: AttentionMetadata
+    ) -> tuple[Tensor, object]:
         """Return the convolution, and its last inputs."""
         (x_BLJ,) = inputs
         precise = torch.promote_types(x_BLJ.dtype, torch.float32)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,7 +94,7 @@ def _adapter(config: DiTModel.Config) -> StateDictAdapter:
     return StateDictAdapter(rows, n_layers=n, tied=tied)
 
 
-def _to_external(config: DiTModel.Config) -> dict[str, Any]:
+def _to_external(config: DiTModel.Config) -> dict[str, object]:
     return {
         "_class_name": CLASS,
         "num_attention_heads": config.n_heads,

@@ -1,7 +1,6 @@
 """Weights and config.json of diffusers' `FluxTransformer2DModel`."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.flux.model import FluxModel
@@ -79,7 +78,7 @@ def _adapter(config: FluxModel.Config) -> StateDictAdapter:
     return StateDictAdapter([*both, *weights], n_layers=config.n_double)
 
 
-def _to_external(config: FluxModel.Config) -> dict[str, Any]:
+def _to_external(config: FluxModel.Config) -> dict[str, object]:
     if config.patch_size != _PATCH:
         raise UserError(
             f"--model.patch_size {config.patch_size}: diffusers cuts latents into patches of "

@@ -54,7 +54,7 @@ _TYPE = ModelType(
 FORMAT = dense_format({"glm4_moe": _TYPE})
 
 
-def _check_gguf(config: GLM4MoeModel.Config) -> dict[str, Any]:
+def _check_gguf(config: GLM4MoeModel.Config) -> dict[str, object]:
     n_shared = config.moe.n_shared_experts
     gguf.require_gguf(n_shared > 0, "moe.n_shared_experts", n_shared, "at least 1")
     return {}

@@ -1,7 +1,5 @@
 """Mixtral ("Mixtral of Experts", arXiv:2401.04088), and its Hugging Face format."""
 
-from typing import Any
-
 from torchtitan.models.common.gguf import (
     NEIGHBORS,
     Architecture,
@@ -34,7 +32,7 @@ _TYPE = ModelType(
 FORMAT = dense_format({"mixtral": _TYPE})
 
 
-def _check_width(config: MoEDecoder.Config) -> dict[str, Any]:
+def _check_width(config: MoEDecoder.Config) -> dict[str, object]:
     width = config.moe.ffn_dim
     must = f"--model.ffn_dim {config.ffn_dim}"
     require_gguf(width in (None, config.ffn_dim), "moe.ffn_dim", width, must)
