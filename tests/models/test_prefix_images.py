@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from tests.conftest import PROJECT
+from tests.experiments.test_rl_images import train as train_by_rewards
 from tests.models.test_images import (
     PACKED,
     check_that_documents_see_themselves_only,
@@ -21,7 +22,7 @@ from tests.models.test_images import (
     options,
 )
 from tests.tiny_vision import reference_processor, vision_folder
-from tests.training import read_metrics, train
+from tests.training import ABSENT, read_metrics, train
 from torchtitan.components.data.finetuning.conversation import BrokenSample
 from torchtitan.components.images.prefixes import PrefixForm
 from torchtitan.tools.errors import UserError
@@ -215,12 +216,77 @@ def test_dpo_equals_that_of_the_class(folder: Path, images: Any, tmp_path: Path)
     assert grad_norm == pytest.approx(norm(gradients), rel=1e-5)
 
 
-def test_generation_is_refused(
-    folder: Path, images: Any, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("cut", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_answers_equal_those_of_the_class(
+    cut: int, folder: Path, images: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The cache of the class cannot be tried with text alone, which sees later tokens."""
+    """`torchtitan generate --image` and the class's own generation: the prompt sees both ways, and
+    the cached answer does not."""
+    from transformers import AutoModelForImageTextToText
+
     from torchtitan.cli.generate import generate
 
-    words = ["--checkpoint", str(folder), "--image", str(images[0] / "0-0.png"), "--prompt", "q"]
-    assert generate([*words, "--device", "cpu"]) == 2
-    assert "paligemma: its tokens see later ones" in capsys.readouterr().err
+    root, opened = images
+    call = reference_processor("paligemma", folder)
+    shown = opened[cut]
+    text = "<image>" * len(shown) + PROMPTS[cut]
+    inputs = call(images=[shown], text=[text], return_tensors="pt")
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    expected = output[0, inputs["input_ids"].shape[1] :].tolist()
+    paths = [f"{root}/{cut}-{index}.png" for index in range(len(shown))]
+    words = ["--checkpoint", str(folder), *(w for path in paths for w in ("--image", path))]
+    words += ["--prompt", PROMPTS[cut], "--max_new_tokens", "8", "--device", "cpu", "--json"]
+    assert generate(words) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == expected
+    causal = {**inputs, "token_type_ids": torch.ones_like(inputs["token_type_ids"])}
+    with torch.no_grad():
+        change = model(**causal).logits[:, -1] - model(**inputs).logits[:, -1]
+    assert change.abs().max() > 1e-3
+
+
+@pytest.mark.slow
+def test_rows_without_images_equal_the_class(folder: Path, images: Any, tmp_path: Path) -> None:
+    """The processor reads no text alone, and the class does: with the types of tokens."""
+    from transformers import AutoModelForImageTextToText
+
+    messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Nothing."}]
+    rows = written(images[0], [{"messages": messages}], "text.jsonl")
+    train(tmp_path / "run", **options(folder, rows) | {"training__local_batch_size": 1})
+    [(_, ours, grad_norm)] = read_metrics(tmp_path / "run", "loss", "grad_norm")
+    tokenizer = reference_processor("paligemma", folder).tokenizer
+    prompt, answer = (
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in ("<bos>What?\n", f"Nothing.{tokenizer.eos_token}")
+    )
+    ids = torch.tensor([prompt + answer])
+    types = torch.tensor([[0] * len(prompt) + [1] * len(answer)])
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).train()
+    loss = model(input_ids=ids, token_type_ids=types, labels=ids.where(types == 1, -100)).loss
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert ours == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert grad_norm == pytest.approx(norm(gradients), rel=1e-5)
+
+
+def test_training_on_text_alone_is_refused(folder: Path, images: Any, tmp_path: Path) -> None:
+    """Its prompts would not see both ways."""
+    rows = written(images[0], [{"prompt": "What?", "completion": "Nothing."}], "plain.jsonl")
+    chosen = options(folder, rows, config="sft", model__train=ABSENT)
+    with pytest.raises(UserError, match="prompts of model_type 'paligemma' see both ways"):
+        train(tmp_path, **chosen)
+
+
+@pytest.mark.slow
+def test_rewards_train_what_was_sampled(folder: Path, images: Any, tmp_path: Path) -> None:
+    """Prompts have one, two, or no images; the cached answers have the probabilities of training."""
+    root, _ = images
+    rows = [{"messages": row["messages"][:1]} for row in rows_of(PROMPTS)]
+    rows.append({"messages": [{"role": "user", "content": "What?"}]})
+    data = tmp_path / "data"
+    shutil.copytree(root, data)
+    written(data, rows, "prompts.jsonl")
+    train_by_rewards(folder, data, tmp_path / "run", policy__beta=0.0)
+    [(_, weight, length)] = read_metrics(tmp_path / "run", "importance_weight", "length")
+    assert weight == pytest.approx(1, abs=1e-5)
+    assert length > 1

@@ -103,7 +103,7 @@ def _steps(model_type: str, folder: Path, facts: dict[str, str]) -> Iterator[str
     assert isinstance(spec.model, TransformersModel.Config)
     with torch.device("meta"):
         facts["class_name"] = type(build_class(spec.model.transformers_config())).__name__
-        model = spec.model.build()
+        model = spec.model.build().train()
     facts["packing"] = model.packing.mode if model.packing.is_exact else f"{model.packing.mode}?"
     facts["layouts"] = ", ".join(_layouts(spec.model))
     facts["head"] = "ours" if model.captured else "own"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchtitan.models.transformers.captions import reads_captions
 from torchtitan.protocols.attention import AttentionMetadata
-from torchtitan.protocols.images import OF_TOKENS, PLACES, ImageInputs
+from torchtitan.protocols.images import OF_TOKENS, PLACES, TOKEN_TYPES, ImageInputs
 from torchtitan.tools.device import send
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import tree_iter
@@ -122,18 +122,30 @@ def reads_latest_image(model: Any) -> bool:
     return _LATEST in inspect.signature(model.forward).parameters
 
 
+def has_prefixes(cls: Any, config: Any) -> bool:
+    """Return whether the prompts of a class, with tokens of type 0, see both ways, as in
+    PaliGemma."""
+    text = config.get_text_config(decoder=True)
+    takes_types = TOKEN_TYPES in inspect.signature(cls.forward).parameters
+    return takes_types and getattr(text, "use_bidirectional_attention", None) is True
+
+
 def absent_images(model: Any, tokens_BL: Tensor) -> dict[str, Tensor]:
     """Return the arguments for tokens without images of a class that always takes a mask of images,
-    and features if it gets no pixels; nothing for other classes."""
+    and features if it gets no pixels, or whose prompts see both ways: the tokens are those of
+    answers. Nothing for other classes."""
+    if has_prefixes(type(model), model.config):
+        return {TOKEN_TYPES: torch.ones_like(tokens_BL)}
+    text = model.config.get_text_config(decoder=True)
+    takes = inspect.signature(model.forward).parameters
     if reads_latest_image(model):
         features = torch.zeros(len(tokens_BL), 1, 1, model.config.vision_config.embed_dim)
         mask_BL1 = torch.zeros_like(tokens_BL)[..., None]
         return {_LATEST: mask_BL1, "image_encoder_embeddings": features.to(tokens_BL.device)}
-    places = [name for name in inspect.signature(model.forward).parameters if name.endswith(PLACES)]
+    places = [name for name in takes if name.endswith(PLACES)]
     if not places:
         return {}
-    width = model.config.get_text_config(decoder=True).hidden_size
-    features = torch.zeros(0, 1, width, device=tokens_BL.device)
+    features = torch.zeros(0, 1, text.hidden_size, device=tokens_BL.device)
     return {places[0]: torch.zeros_like(tokens_BL), "image_embeds": features}
 
 

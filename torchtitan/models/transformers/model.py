@@ -38,6 +38,7 @@ from torchtitan.models.transformers.image_packing import (
 from torchtitan.models.transformers.images import (
     Part,
     feature_owner,
+    has_prefixes,
     image_arguments,
     is_language_model,
     join_image_experts,
@@ -217,7 +218,18 @@ class TransformersModel(BaseModel):
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of all modules but those that the class builds in evaluation mode, and batch
-        normalization, which keeps its statistics."""
+        normalization, which keeps its statistics.
+
+        Raises:
+            UserError: for training on text of a class whose prompts see both ways.
+        """
+        is_text = not self.config.reads_images
+        if mode and is_text and has_prefixes(type(self.model), self.model.config):
+            raise UserError(
+                f"the prompts of model_type '{self.model.config.model_type}' see both ways, which "
+                "training on text does not compute; use --config sft_images, whose rows need no "
+                "images"
+            )
         super().train(mode)
         for module in self._frozen:
             module.eval()
