@@ -218,6 +218,27 @@ def test_ranges_are_checked_as_by_the_components():
             assert str(early.value) == str(late.value)
 
 
+@pytest.mark.parametrize("module", ["llama3", "deepseek_v3", "gemma4", "lfm2"])
+def test_sizes_are_checked_as_by_the_model(module):
+    known = known_configuration(module, "debugmodel")
+    wrong = {name: 0 for name in ("dim", "n_layers", "ffn_dim", "max_seq_len")}
+    wrong |= {"norm_eps": 0.0, "n_heads": 7, "head_dim": 3, "vocab_size": 2**30}
+    model = parse("--module", module).config.model_spec.model
+    wrong["n_kv_heads"] = model.n_heads + 1
+    for name, value in wrong.items():
+        with pytest.raises(UserError, match="--model.") as early:
+            option_table.check_sections(known, {f"model.{name}": value})
+        with pytest.raises(UserError) as late:
+            dataclasses.replace(model, **{name: value}).validate()
+        assert str(early.value) == str(late.value)
+    option_table.check_sections(known, {"model.n_layers": 1})
+
+
+def test_models_without_heads_of_keys_have_other_sizes():
+    known = known_configuration("flow_matching", "dit_debugmodel")
+    option_table.check_sections(known, {"model.dim": 0})  # left to the model
+
+
 @pytest.mark.parametrize("degree", ["tensor_parallel_degree", "pipeline_parallel_microbatch_size"])
 def test_degrees_are_checked_as_by_the_configuration(degree, monkeypatch):
     words = [f"--parallelism.{degree}=0"]
@@ -267,6 +288,8 @@ def test_help_is_that_of_the_configuration(module, config, tmp_path, monkeypatch
         ["--training.steps", "abc"],
         ["--training.steps", "-1"],
         ["--module", "qwen3", "--config", "qwen3_0.6b", "--training.max_norm=0"],
+        ["--model.n_heads", "7"],
+        ["--module", "gemma4", "--model.n_layers=0"],
     ],
 )
 def test_torch_is_not_imported(words):

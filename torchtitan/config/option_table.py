@@ -11,9 +11,11 @@ from copy import copy
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_type_hints
 
 from torchtitan.config.configurable import convert
+from torchtitan.config.model_sizes import Sizes, check_decoder_sizes
 from torchtitan.config.ranges import RANGES, check_range
 from torchtitan.config.registry import REGISTRY_FILE, built_in_modules
 from torchtitan.config.sections import (
@@ -174,7 +176,11 @@ def _types(spelled: Mapping[str, str]) -> dict[str, object]:
 
 def check_sections(known: KnownConfiguration, given: Mapping[str, object]) -> None:
     """Raise `UserError` for a value that one of `SECTIONS` refuses by itself, or that is outside
-    its range. `given` has values by key, which fit their types."""
+    its range, or for sizes that no decoder can have. `given` has values by key, which fit their
+    types."""
+    is_decoder = all(f"model.{name}" in known.fields for name in get_type_hints(Sizes))
+    if is_decoder and any(key.startswith("model.") for key in given):
+        check_decoder_sizes(SimpleNamespace(**known.section("model", given)))
     for name, section in SECTIONS.items():
         if any(key.startswith(f"{name}.") for key in given):
             section(**known.section(name, given)).validate()

@@ -8,7 +8,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin
 
 from torchtitan.config.configurable import describe, fits
-from torchtitan.models.common.decoder import MOST_LAYERS
+from torchtitan.config.model_sizes import MOST_LAYERS
 from torchtitan.tools.errors import UserError
 
 _LARGEST = 2**32

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.config.model_sizes import check_decoder_sizes, head_width
 from torchtitan.models.common.attention import Attention, GroupedQueryAttention, HeadSizes
 from torchtitan.models.common.blocks import PreNormBlock, Rope
 from torchtitan.models.common.feed_forward import GatedFeedForward
@@ -27,16 +28,6 @@ from torchtitan.protocols.output_head import (
 )
 from torchtitan.protocols.sharding import ShardingPlan
 from torchtitan.tools.errors import UserError, require
-
-MOST_LAYERS = 2_000
-
-_MOST = {
-    **dict.fromkeys(("dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size"), 2**24),
-    **{"n_layers": MOST_LAYERS, "max_seq_len": 2**32},
-}
-"""Maximum sizes, far above any real model's: a larger one is a mistake, or an attack on memory."""
-
-_MOST_PARAMETERS = 2**44
 
 _INIT_STD = 0.02
 
@@ -135,7 +126,7 @@ class Decoder(BaseModel):
         @property
         def resolved_head_dim(self) -> int:
             """Width of one head, as given or from `dim`."""
-            return self.dim // self.n_heads if self.head_dim is None else self.head_dim
+            return head_width(self)
 
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:
@@ -173,33 +164,7 @@ class Decoder(BaseModel):
                 )
 
         def validate(self) -> None:
-            for name, most in _MOST.items():
-                self.check_sizes(most, name)
-            self.check_positive("norm_eps")
-            if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
-                raise UserError(
-                    f"--model.head_dim is {self.head_dim}, but must be even and at least 2"
-                )
-            if self.head_dim is None and (self.dim % self.n_heads or self.resolved_head_dim % 2):
-                raise UserError(
-                    f"--model.dim {self.dim} must give each of --model.n_heads {self.n_heads} an "
-                    "even width"
-                )
-            if self.n_heads % self.n_kv_heads:
-                raise UserError(
-                    f"--model.n_kv_heads {self.n_kv_heads} must divide --model.n_heads "
-                    f"{self.n_heads}"
-                )
-            matrices = (
-                self.resolved_head_dim * 2 * (self.n_heads + self.n_kv_heads) + 3 * self.ffn_dim
-            )
-            n_parameters = self.dim * (self.n_layers * matrices + 2 * (self.vocab_size or 0))
-            if n_parameters > _MOST_PARAMETERS:
-                raise UserError(
-                    f"--model.dim {self.dim}, n_layers {self.n_layers}, n_heads {self.n_heads}, "
-                    f"ffn_dim {self.ffn_dim} and vocab_size {self.vocab_size} make a model of "
-                    f"{n_parameters:.1e} parameters, and {_MOST_PARAMETERS:.1e} are the most"
-                )
+            check_decoder_sizes(self)
             self.rope.validate(self.resolved_head_dim)
 
     config: Config
