@@ -29,7 +29,7 @@ TOLERANCE = 1e-6
 PACKED: dict[str, Any] = {"training__seq_len": 1024, "training__local_batch_size": 1}
 FORMS: dict[str, dict[str, Any]] = {
     "padded": {"training__seq_len": 256, "training__local_batch_size": 8},
-    "padded further": {"training__seq_len": 1024, "training__local_batch_size": 8},
+    "padded further": {"training__seq_len": 384, "training__local_batch_size": 8},
     "one by one": {
         "training__seq_len": 256,
         "training__local_batch_size": 1,
