@@ -6,6 +6,7 @@ import types
 
 import pytest
 
+from tests.lm_eval_tasks import share_task_files
 from tests.processes import run_processes
 from tests.training import ABSENT, TINY, flags, read_metrics, run, tiny_config
 from torchtitan.components.evaluation.scoring import Share
@@ -76,6 +77,7 @@ def offline(monkeypatch, tmp_path):
     pytest.importorskip(
         "lm_eval", reason="lm-eval is not installed (pip install 'torchtitan[eval]')"
     )
+    share_task_files()
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -116,6 +118,8 @@ def _train(folder, module, options):
 
 
 def _train_with_and_without(folder, module, options, layout):
+    if "callbacks.evaluation.tasks" in options:
+        share_task_files()  # in each rank
     _train(folder / "with", module, {**options, **layout})
     _train(folder / "without", module, layout)
 

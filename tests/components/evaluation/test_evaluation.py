@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import file_size_limit
+from tests.lm_eval_tasks import share_task_files
 from torchtitan.cli.evaluate import _report, evaluate
 from torchtitan.components.evaluation import (
     Question,
@@ -431,6 +432,8 @@ def test_nonfinite_numbers_are_null_in_json(capsys):
 def test_user_errors(stories, capsys, monkeypatch, tmp_path, args, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text("text")
+    if "no_such_task" in args:
+        share_task_files()
     code, out, err = run(capsys, "--checkpoint", stories, "--device", "cpu", *args)
     assert code == 2 and out == "" and message in err and "Traceback" not in err
 

@@ -2,9 +2,11 @@
 
 import json
 import types
+from pathlib import Path
 
 import pytest
 
+from tests.lm_eval_tasks import share_task_files
 from torchtitan.cli.evaluate import evaluate
 from torchtitan.components.evaluation import Scorer
 
@@ -108,7 +110,24 @@ def test_generated_texts_equal_transformers(ours, theirs):
 
 
 @pytest.mark.slow
+def test_files_that_tests_share_are_those_of_lm_eval():
+    from lm_eval.tasks import _index, _yaml_loader
+
+    share_task_files()
+    assert _index.load_yaml is not _yaml_loader.load_yaml
+    paths = sorted(Path(_index.__file__).parent.glob("**/*.yaml"))[::500]
+    assert len(paths) > 20
+    for path in paths:
+        expected = _yaml_loader.load_yaml(path, resolve_func=False)
+        found = _index.load_yaml(path, resolve_func=False, recursive=True)
+        assert found == expected
+        found.clear()  # nobody else has this one
+        assert _index.load_yaml(path, resolve_func=False, recursive=True) == expected
+
+
+@pytest.mark.slow
 def test_a_local_task_equals_the_built_in_evaluation(stories, assets, tmp_path, capsys):
+    share_task_files()
     file = tmp_path / "questions.jsonl"
     lines = (assets / "eval" / "openbook_qa.jsonl").read_text().splitlines()[:20]
     file.write_text("\n".join(lines))
