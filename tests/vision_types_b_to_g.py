@@ -253,11 +253,9 @@ B_TO_G: dict[str, VisionType] = {
 }
 
 B_TO_G_REFUSED = (
-    "blip",
     "diffusion_gemma",
     "evolla",
     "florence2",
     "fuyu",
-    "git",
 )
 """Types that are refused by name (tests/models/test_refused_images.py)."""

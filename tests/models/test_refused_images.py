@@ -44,14 +44,9 @@ _DIFFUSION = {
     "canvas_length": 8,
 }
 _BEFORE = "puts one image before each text itself, so that a conversation cannot place its images"
-_NO_PLACE = (
-    "has no token that stands for an image in a text: its class takes one image before each text"
-)
 
 # model_type, values of its configuration, of its processor, class of its image processor, message
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
-    ("blip", {}, {}, "BlipImageProcessor", f"BlipProcessor {_NO_PLACE}"),
-    ("git", {}, {}, "CLIPImageProcessor", f"GitProcessor {_NO_PLACE}"),
     ("fuyu", {}, {}, "FuyuImageProcessor", f"FuyuProcessor {_BEFORE}"),
     ("evolla", {}, {}, "CLIPImageProcessor", "model_type 'evolla' reads no images"),
     ("florence2", {}, {}, "CLIPImageProcessor", "florence2 is an encoder-decoder"),

@@ -1,6 +1,7 @@
 """The form of texts of classes that read one image before each text, such as BLIP-2's."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,10 @@ import numpy as np
 from torchtitan.components.data.finetuning.conversation import BrokenSample
 from torchtitan.components.tokenizer.interface import Tokenizer
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import read_object
 
-CAPTIONS = frozenset({"Blip2Processor"})
-"""Processors that put one image before each text themselves."""
+CAPTIONS = frozenset({"Blip2Processor", "BlipProcessor", "GitProcessor"})
+"""Processors whose class reads one image before each text. The first one writes its tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +46,17 @@ class CaptionForm:
             )
 
 
-def find_caption_form(processor: Any, tokenizer: Tokenizer) -> CaptionForm | None:
-    """Return the form of a processor's texts if it puts one image before each of them; None if it
-    does not. Raise `UserError` if its settings or its tokenizer do not fit."""
+def find_caption_form(processor: Any, tokenizer: Tokenizer, folder: Path) -> CaptionForm | None:
+    """Return the form of texts of a `folder` if its processor's class reads one image before each
+    of them; None if it does not. Raise `UserError` if its settings or its tokenizer do not fit."""
     name = type(processor).__name__
     if name not in CAPTIONS:
         return None
-    token = processor.image_token
+    token = getattr(processor, "image_token", processor.tokenizer.mask_token)
     token = getattr(token, "content", token)  # of a tokenizer without a token for images
-    n_tokens = processor.num_query_tokens
-    if n_tokens is None:
-        raise UserError(
-            f"{name}: processor_config.json has no num_query_tokens, the number of tokens of an "
-            "image; set it to the num_query_tokens of config.json"
-        )
+    if token is None:
+        raise UserError(f"{name}: the tokenizer has no mask_token, which stands for an image here")
+    n_tokens = _n_tokens(processor, name, folder)
     token_id = tokenizer.id_of(token)
     if token_id is None:
         raise UserError(
@@ -69,6 +68,33 @@ def find_caption_form(processor: Any, tokenizer: Tokenizer) -> CaptionForm | Non
     if eos_id is None:
         raise UserError(f"{name}: the tokenizer has no EOS, which ends a caption")
     return CaptionForm(token, token_id, n_tokens, begin_ids, eos_id)
+
+
+def _n_tokens(processor: Any, name: str, folder: Path) -> int:
+    """Return the tokens of an image; 0 if layers of the decoder read it."""
+    if name == "BlipProcessor":
+        return 0
+    if name == "GitProcessor":
+        config = read_object(folder / "config.json")
+        if "vision_config" not in config:
+            raise UserError(
+                f"'{folder}' has no config.json with a vision_config, which gives the number of "
+                f"hidden states of an image for {name}; use the folder of the published model, or "
+                "one of `torchtitan convert --to hf`"
+            )
+        if config.get("num_image_with_embedding") is not None:
+            raise UserError(
+                "config.json: num_image_with_embedding is set, so that the class reads the images "
+                "of a video; train a model of another type"
+            )
+        vision = {"image_size": 224, "patch_size": 16, **(config["vision_config"] or {})}
+        return int((vision["image_size"] // vision["patch_size"]) ** 2) + 1
+    if processor.num_query_tokens is None:
+        raise UserError(
+            f"{name}: processor_config.json has no num_query_tokens, the number of tokens of an "
+            "image; set it to the num_query_tokens of config.json"
+        )
+    return int(processor.num_query_tokens)
 
 
 def _around(tokenizer: Any) -> tuple[list[int], list[int]]:

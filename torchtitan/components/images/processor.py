@@ -148,7 +148,7 @@ class ImageProcessor:
         self.leading_form = find_leading_form(processor, _noise()[0])
         if self.leading_form is not None:
             self.token = processor.tokenizer.convert_ids_to_tokens(self.leading_form.ids[0])
-        self.caption_form = find_caption_form(processor, tokenizer)
+        self.caption_form = find_caption_form(processor, tokenizer, folder)
         if self.caption_form is not None:
             self.token = self.caption_form.token
         if not self.token and self._name in _WRITTEN:
@@ -175,8 +175,9 @@ class ImageProcessor:
         self._tensors = None if self._name in _JOINED else "pt"
         self._rewrites = False  # it returns no texts in the place of images
         self._begin = ""
-        own = [] if self.leading_form else processor.image_token_ids
-        self._image_ids = [i for i in own if i is not None] or [token_id]
+        has_form = self.leading_form or self.caption_form
+        own_ids = [] if has_form else processor.image_token_ids
+        self._image_ids = [i for i in own_ids if i is not None] or [token_id]
         self._cached = functools.lru_cache(maxsize=_CACHED_SAMPLES)(self._blank_replacements)
 
     @property

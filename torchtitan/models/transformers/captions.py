@@ -1,16 +1,20 @@
 """Classes that read one image before each text: each row of tokens needs one.
 
-Source: transformers 5.23.0, models/blip_2 (`Blip2ForConditionalGeneration`).
+Source: transformers 5.23.0, models/blip, models/blip_2 and models/git.
 """
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_TYPES = ("blip-2",)
+from torchtitan.models.transformers.description import class_of
+
+_TYPES = ("blip", "blip-2", "git")
 
 
 def reads_captions(config: Any) -> bool:
@@ -18,16 +22,27 @@ def reads_captions(config: Any) -> bool:
     return config.model_type in _TYPES
 
 
-def needs_images(model: Any) -> bool:
-    """Return whether such a class computes no text without an image."""
-    pixels = inspect.signature(model.forward).parameters.get("pixel_values")
-    return reads_captions(model.config) and pixels is not None and pixels.default is pixels.empty
+def needs_images(config: Any) -> bool:
+    """Return whether the class of a configuration reads captions, and computes no text without an
+    image."""
+    if not reads_captions(config):
+        return False
+    pixels = inspect.signature(class_of(config)[0].forward).parameters["pixel_values"]
+    return pixels.default is pixels.empty
 
 
 def language_side(model: Any) -> Any:
     """Return the part of a class that computes text without images: the class, or its language
     model."""
-    return model.get_decoder() if needs_images(model) else model
+    return model.get_decoder() if needs_images(model.config) else model
+
+
+def taken(model: Any) -> set[str]:
+    """Return the names of the arguments of a class, with positions if only its language model names
+    them."""
+    parts = (model, language_side(model))
+    own, inner = (set(inspect.signature(part.forward).parameters) for part in parts)
+    return own | (inner & {"position_ids"})
 
 
 def blank_image(model: Any) -> dict[str, Tensor]:
@@ -39,9 +54,9 @@ def blank_image(model: Any) -> dict[str, Tensor]:
 
 
 def caption_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the images of a class for rows of tokens (N, M) with `attention_mask`, one for each
-    row, from `inputs` with one for each row with text, in their order; others get one of zeros.
-    Nothing for other classes."""
+    """Return the inputs of a class for rows of tokens (N, M), `input_ids` with `attention_mask`: an
+    image for each row, from `inputs` with one for each row with text, in their order; others get
+    one of zeros. Nothing for other classes."""
     if not reads_captions(model.config):
         return {}
     pixels, mask_NM = inputs["pixel_values"], inputs["attention_mask"]
@@ -51,4 +66,42 @@ def caption_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         places_R = torch.zeros(1, dtype=torch.long, device=mask_NM.device)
     assert len(places_R) == len(pixels), "each text has one image"
     rows = pixels.new_zeros(len(mask_NM), *pixels.shape[1:]).index_copy(0, places_R, pixels)
-    return {"pixel_values": rows}
+    return {"pixel_values": rows, **without_image(model, inputs["input_ids"], mask_NM)}
+
+
+def without_image(model: Any, ids_NM: Tensor, mask_NM: Tensor) -> dict[str, Tensor]:
+    """Return the ids and the mask of rows of tokens (N, M) without those of their images, if the
+    class puts the hidden states of an image before a text itself."""
+    n_images = image_states(model.config)
+    if n_images:
+        n_places = ids_NM.shape[1]
+        first_N = mask_NM.argmax(1).clamp(max=n_places - n_images)
+        places_M = torch.arange(n_places, device=ids_NM.device) - first_N[:, None]
+        is_text_NM = (places_M < 0) | (places_M >= n_images)
+        ids_NM, mask_NM = (x[is_text_NM].view(len(x), -1) for x in (ids_NM, mask_NM))
+    return {"input_ids": ids_NM, "attention_mask": mask_NM}
+
+
+def image_states(config: Any) -> int:
+    """Return the number of hidden states that a class puts before a text itself; they take the
+    place of as many tokens here."""
+    if config.model_type != "git":
+        return 0
+    vision = config.vision_config
+    return int((vision.image_size // vision.patch_size) ** 2) + 1
+
+
+def tower_of(model: Any) -> Callable[..., Any] | None:
+    """Return what computes the states of images in such a class that has no method for it."""
+    states = {"blip": _blip_states, "git": _git_states}.get(model.config.model_type)
+    return None if states is None else functools.partial(states, model)
+
+
+def _blip_states(model: Any, pixel_values: Tensor, return_dict: bool = True) -> Any:
+    output = model.vision_model(pixel_values, return_dict=True)
+    return SimpleNamespace(last_hidden_state=output.last_hidden_state)
+
+
+def _git_states(model: Any, pixel_values: Tensor, return_dict: bool = True) -> Any:
+    states = model.git.image_encoder(pixel_values, return_dict=True).last_hidden_state
+    return SimpleNamespace(last_hidden_state=model.git.visual_projection(states))

@@ -239,11 +239,15 @@ def build_class(config: object, implementation: str | dict[str, str] | None = No
     cls, config = class_of(config)
     options = {} if implementation is None else {"attn_implementation": implementation}
     try:  # with a copy, since it writes into its configuration
-        return cls._from_config(copy.deepcopy(config), dtype=torch.float32, **options)
+        model = cls._from_config(copy.deepcopy(config), dtype=torch.float32, **options)
     except Exception as error:  # impossible sizes raise various types
         raise UserError(
             f"config.json: {cls.__name__} cannot be built from it: {in_words(error)}"
         ) from error
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if decoder is not None and model.get_output_embeddings() is None:  # such as BLIP's
+        model.get_output_embeddings = decoder.get_output_embeddings
+    return model
 
 
 def written_document(config: Any, class_name: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The generation cache of a transformers class: keys and values, windows of them, states."""
 
-import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,7 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan.components.generation import KVCache
-from torchtitan.models.transformers.captions import blank_image, caption_inputs
+from torchtitan.models.transformers.captions import (
+    blank_image,
+    caption_inputs,
+    image_states,
+    taken,
+    without_image,
+)
 from torchtitan.models.transformers.cross_attention import cross_attention_arguments
 from torchtitan.models.transformers.description import transformers_config
 from torchtitan.models.transformers.images import (
@@ -82,10 +87,14 @@ class ClassCache(KVCache):
         n_padding_B1 = all_BS.shape[1] - 1 - attention.positions_BL[:, -1:]
         mask_BS = (torch.arange(all_BS.shape[1], device=tokens_BL.device) >= n_padding_B1).long()
         if self._images is not None and self._tokens_BL is None:
-            rows = caption_inputs(model, {**self._images, "attention_mask": mask_BS})
-            self._images = {**self._images, **rows}  # also of rows that end later
-        takes = inspect.signature(model.forward).parameters
-        more = {}
+            inputs = {**self._images, "input_ids": all_BS, "attention_mask": mask_BS}
+            if rows := caption_inputs(model, inputs):  # also of rows that end later
+                self._images = {**self._images, "pixel_values": rows["pixel_values"]}
+        known_BS = all_BS
+        if self._images is not None:
+            all_BS, mask_BS = without_image(model, all_BS, mask_BS).values()
+        takes = taken(model)
+        more: dict[str, Any] = {}
         if self._images is not None and not self._remembered:
             # A class without a cache, such as Granite 4 Vision, reads the images each time.
             more = {
@@ -116,11 +125,14 @@ class ClassCache(KVCache):
         outputs = model(
             **{name: value for name, value in inputs.items() if name in takes}, return_dict=True
         )
-        self._tokens_BL = all_BS
+        self._tokens_BL = known_BS
         caches = ["past_key_values", "cache_params", "state"]
         if self._images is not None and reads_latest_image(model):
             caches.append("image_hidden_states")  # its layers read them again
-        self._remembered = {name: outputs[name] for name in caches if outputs.get(name) is not None}
+        if self._images is not None or not image_states(model.config):  # GIT's takes one for given
+            self._remembered = {
+                name: outputs[name] for name in caches if outputs.get(name) is not None
+            }
         return outputs
 
     def _positions(
@@ -154,17 +166,15 @@ def has_cache(document: Mapping[str, object], implementation: str | None) -> boo
     """Return whether a tiny clone of the class of a config.json, with this attention, gives the
     same logits with its cache and padding as without."""
     text_1L = torch.tensor(TEXT_IDS)[None, :20]
-    padded_1S, positions_1S = (
-        F.pad(text_1L, (5, 0)),
-        torch.arange(-5, 20)[None].clamp(min=0),
-    )
-    steps = zip(
-        padded_1S.split([23, 1, 1], dim=1), positions_1S.split([23, 1, 1], dim=1), strict=True
-    )
     try:
         model = random_clone(transformers_config(document), implementation)
         images = blank_image(model)
         expected_V = model(**text_inputs(model, text_1L), **images).logits[0, -1]
+        n_places = 5 + image_states(model.config) + text_1L.shape[1]
+        padded_1S = F.pad(text_1L, (n_places - text_1L.shape[1], 0))
+        positions_1S = torch.arange(-5, n_places - 5)[None].clamp(min=0)
+        parts = [n_places - 2, 1, 1]
+        steps = zip(padded_1S.split(parts, dim=1), positions_1S.split(parts, dim=1), strict=True)
         with ClassCache(images or None) as cache:
             for tokens_1L, positions_1L in steps:
                 logits_V = cache.run(model, tokens_1L, cache.attention(positions_1L)).logits[0, -1]

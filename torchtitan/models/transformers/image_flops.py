@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from torchtitan.models.transformers.captions import tower_of
 from torchtitan.models.transformers.description import build_class
 from torchtitan.models.transformers.images import (
     feature_arguments,
@@ -96,6 +97,8 @@ def _features(model: object) -> Any:
     """Return the method of a class for the features of images. Raise `NotImplementedError` if it
     has none."""
     owner = feature_owner(model)
+    if owner is None and (tower := tower_of(model)) is not None:
+        return tower
     if owner is None:
         raise NotImplementedError(f"{type(model).__name__} has no method for features of images")
     return owner.get_image_features

@@ -20,7 +20,7 @@ from torchtitan.tools.torch_private import tree_iter
 Part = Literal["language", "projector", "vision"]
 
 _PROJECTORS = re.compile(
-    r"(model\.)?("
+    r"(model\.|git\.)?("
     # a module next to the vision tower
     r"\w*(projector|projection|connector|aligner|adapter|resampler|qformer)\w*(\.|$)|"
     r"(embed_vision|visual_embeddings_table|vision_embed_tokens|merger)\.|"

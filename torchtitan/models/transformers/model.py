@@ -42,6 +42,7 @@ from torchtitan.models.transformers.images import (
     image_arguments,
     is_language_model,
     join_image_experts,
+    parts_of,
     places_of,
     reading_blank,
     reads_latest_image,
@@ -107,6 +108,11 @@ class TransformersModel(BaseModel):
                 raise UserError(
                     f"--model.train {' '.join(self.train)}: name at least one part, and each once"
                 )
+            if getattr(text, "label_smoothing", 0):
+                raise UserError(
+                    "config.json: label_smoothing is above 0, which the loss here does not have; "
+                    "set 0"
+                )
             if getattr(text, "layerdrop", 0):
                 raise UserError(
                     "config.json: layerdrop is above 0, but each rank would drop other layers; set "
@@ -126,7 +132,7 @@ class TransformersModel(BaseModel):
         described = config.transformers_config()
         transform = UNCHANGED if config.scores else logit_transform(config.document)
         implementation: Any
-        if config.reads_images or reads_captions(described):
+        if config.reads_images or needs_images(described):
             self.packing = choose_image_packing(described)
             implementation = implementation_with_images(described, self.packing)
         else:
@@ -278,7 +284,7 @@ class TransformersModel(BaseModel):
             decoder = set(self.model.get_decoder().modules())
             decoder -= set(cross_attention_layers(self.model))
             units = [block for block in units if block in decoder]
-            units = [*self.vision_layers(), *units]
+            units = [*dict.fromkeys([*self.vision_layers(), *units])]  # GIT's decoder has both
         return [*embedding, *units, *head]
 
     def vision_layers(self) -> list[nn.Module]:
@@ -478,7 +484,7 @@ class TransformersModel(BaseModel):
     ) -> tuple[Any, Tensor]:
         """Return the class's outputs and the hidden states of documents. A pipeline stage after the
         first gets hidden states instead of tokens."""
-        if needs_images(self.model):
+        if needs_images(self.model.config):
             raise UserError(
                 f"model_type {self.model.config.model_type} does not compute text alone: its class "
                 "needs an image, pixel_values, for each text; train with --config sft_images or "
@@ -554,10 +560,13 @@ def _find_blocks(model: Any) -> list[str]:
             and not is_inside
         ):
             names[name] = module
+    vision = {id(weight) for weight in parts_of(model).get("vision", [])}
     lists = [
         part
         for part in model.named_modules()
-        if isinstance(part[1], nn.ModuleList) and part[1] in decoder
+        if isinstance(part[1], nn.ModuleList)
+        and part[1] in decoder
+        and not all(id(weight) in vision for weight in part[1].parameters())
     ]
     if lists and decoder.isdisjoint(names.values()):
         largest, blocks = max(
