@@ -1,7 +1,8 @@
 """Draw the figures of docs/post_training.md, docs/agents.md and docs/recipe.md: `python
-docs/figures/run_curves.py FOLDER`.
+docs/figures/run_curves.py FOLDER [FIGURE]`.
 
-FOLDER contains the dump folders of its runs, named as on the page. Missing runs are skipped.
+FOLDER contains the dump folders of its runs, named as on the page. Without FIGURE, all figures are
+drawn whose runs exist.
 """
 
 import json
@@ -137,9 +138,11 @@ def draw(panels: list[tuple[str, list[tuple[str, list[tuple[float, float]]]]]]) 
     )
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, only: str = "") -> None:
     for name, panels in FIGURES.items():
-        if all((folder / run).is_dir() for _, lines in panels for run, _, _ in lines):
+        if only in ("", name) and all(
+            (folder / run).is_dir() for _, lines in panels for run, _, _ in lines
+        ):
             known = [
                 (title, [(label, points(folder / run, key)) for run, key, label in lines])
                 for title, lines in panels
@@ -149,4 +152,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
