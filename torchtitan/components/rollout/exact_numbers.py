@@ -32,15 +32,19 @@ _IN_WORDS = re.compile(
 )
 _CURRENCY = re.compile(r"(?<![\w$])(US\$|USD|EUR|GBP|JPY|INR) ?(?=[0-9.])(?![0-9.][^\n]*\$)")
 _CURRENCY_SIGNS = {"USD": "$", "US$": "$", "EUR": "€", "GBP": "£", "JPY": "¥", "INR": "₹"}
+_APOSTROPHE = re.compile("(?<=[0-9])’(?=[0-9]{3}(?![0-9]))")
 _NEGATIVE = re.compile(r"(?:negative|minus) +(?=[0-9.])", re.IGNORECASE)
 ASSIGNMENT = re.compile(r"([A-Za-z](?:_\{?\w+\}?)?)\s*=\s*")
 
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)"
+_GROUPED = "|".join(rf"[1-9][0-9]{{,2}}(?:{mark}[0-9]{{3}})+(?![0-9])" for mark in (",", " "))
+_DIGITS = rf"(?:{_GROUPED}|[1-9][0-9]{{,2}}(?:'[0-9]{{3}})+(?!['\"0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
 _EXPONENT = r"(?:\{([+-]?[0-9]+)\}|([+-]?[0-9]+))"
 _POWER = rf"(?:[eE]([+-]?[0-9]+)| ?(?:\*|×|x|\\times|\\cdot) ?10\^{_EXPONENT})"
 _LATEX_FRACTION = r"\\[cdt]?frac ?(?:\{ ?(-?[0-9]+) ?\} ?\{ ?(-?[0-9]+) ?\}|([0-9])([0-9]))"
+_REPEATED = r"\\(?:overline|bar) ?(?:\{ ?([0-9]+) ?\}|([0-9]))"
 _FORMS = {
+    "repeating": re.compile(rf"({_DIGITS}|)\.([0-9]*){_REPEATED}"),
     "latex": re.compile(rf"([0-9]*) ?{_LATEX_FRACTION}"),
     "mixed": re.compile(r"([0-9]+) ([0-9]+)/([0-9]+)"),
     "fraction": re.compile(rf"({_DECIMAL}) ?/ ?(-?{_DECIMAL})"),
@@ -82,6 +86,7 @@ def clean(text: str) -> str:
     superscripts, and LaTeX's commands for spaces, words and sizes."""
     text = text.translate(_PLAIN_SIGNS)
     text = _DIGIT.sub(lambda found: str(unicodedata.decimal(found[0])), text)
+    text = _APOSTROPHE.sub("'", text)
     text = _SUPERSCRIPT.sub(_plain_power, text)
     text = _VULGAR_FRACTION.sub(_plain_fraction, text)
     text = re.sub(r"\\(?:left|right|displaystyle|!)(?![a-z])|\\!", "", text).replace("{,}", ",")
@@ -220,7 +225,14 @@ def _value_of(text: str) -> Fraction | None:
 
 
 def _decimal(text: str) -> Fraction:
-    return Fraction(re.sub("[, ]", "", text).removesuffix("."))
+    return Fraction(re.sub("[, ']", "", text).removesuffix("."))
+
+
+def _repeating(match: re.Match[str], groups: list[str]) -> Fraction:
+    whole, once, braced, single = match.groups()
+    repeated = braced or single
+    after = Fraction(int(repeated), 10 ** len(repeated) - 1) + int(once or 0)
+    return _decimal(whole or "0") + after / 10 ** len(once)
 
 
 def _power_of_ten(text: str) -> Fraction:
@@ -241,6 +253,7 @@ def _scientific(match: re.Match[str], groups: list[str]) -> Fraction:
 
 
 _VALUES = {
+    "repeating": _repeating,
     "latex": _latex,
     "mixed": lambda match, groups: int(groups[0]) + Fraction(int(groups[1]), int(groups[2])),
     "fraction": lambda match, groups: _decimal(groups[0]) / _signed(groups[1]),
