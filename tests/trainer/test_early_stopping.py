@@ -121,6 +121,15 @@ def test_metrics_that_nothing_measures_are_reported(tmp_path, log):
     assert "--checkpoint.best_metric 'value_loss' was never measured" in log.text
 
 
+def test_a_complete_run_that_is_started_again_says_nothing_about_its_metric(tmp_path, log):
+    """Which it measured before the start; this process measures nothing."""
+    options = {"checkpoint__enable": True, "checkpoint__keep_best": True, **VALIDATING}
+    options["callbacks__earlystopping__metric"] = "validation_loss"
+    for _ in range(2):
+        run(tiny_config(tmp_path, **options))
+    assert "already complete" in log.text and "was never measured" not in log.text
+
+
 def test_a_known_number_that_is_missing_is_no_improvement():
     """As a mean without anything to measure, which a validation leaves out."""
     stopping, trainer, reasons = _stopping("validation_reward", patience=2)

@@ -1,6 +1,7 @@
 """Metrics that options choose by name, such as for early stopping: whether a run measures them."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 from torchtitan.tools.errors import UserError, suggest
 from torchtitan.tools.logging import logger
@@ -36,6 +37,7 @@ class ChosenMetric:
         self.trainer = trainer
         self.is_known = False
         """True once a validation or evaluation could measure the metric."""
+        self._start = 0  # last step before this process
         self._reason: StopReason | None = None  # of the run's end
 
     def is_due(self, numbers: Mapping[str, float]) -> bool:
@@ -63,13 +65,18 @@ class ChosenMetric:
             )
         return True
 
+    def note_start(self) -> None:
+        """Call this after the checkpoint is loaded."""
+        self._start = self.trainer.step
+
     def note_end(self, reason: StopReason) -> None:
         self._reason = reason
 
     def close(self) -> None:
         """Warn if the metric was never measured, also not by a validation or evaluation after the
-        last step."""
-        ended = self._reason not in (None, "stopped")
+        last step. A complete run that is started again takes no step, and measures nothing."""
+        has_trained = self.trainer.step > self._start
+        ended = has_trained and self._reason not in (None, "stopped")
         self._reason = None
         if ended and not self.is_known:
             logger.warning("%s '%s' was never measured by this run", self.option, self.name)
@@ -83,6 +90,11 @@ class BestMetric(Callback):
         options = trainer.config.checkpoint
         name, option = options.best_metric, "--checkpoint.best_metric"
         self.chosen = ChosenMetric(name, option, trainer) if options.keep_best else None
+
+    def around_run(self) -> AbstractContextManager[object]:
+        if self.chosen:
+            self.chosen.note_start()
+        return super().around_run()
 
     def on_measured(self, numbers: Mapping[str, float]) -> None:
         if self.chosen:

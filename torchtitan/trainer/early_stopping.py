@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,11 @@ class EarlyStopping(Callback):
         self.best_step = 0
         self.without_improvement = 0
         self.chosen = ChosenMetric(config.metric, _OPTION, trainer) if config.metric else None
+
+    def around_run(self) -> AbstractContextManager[object]:
+        if self.chosen:
+            self.chosen.note_start()
+        return super().around_run()
 
     def on_measured(self, numbers: Mapping[str, float]) -> None:
         if self.chosen is None or not self.chosen.is_due(numbers):
