@@ -180,6 +180,16 @@ def test_keep_latest_k(tmp_path: Path) -> None:
     assert steps(tmp_path) == [3, 4, 5]
 
 
+def test_a_start_removes_what_a_killed_save_did_not(tmp_path: Path) -> None:
+    """The process was killed between a save and the removal of older checkpoints."""
+    Run(tmp_path, keep_latest_k=0).train_and_save(4)
+    for options in ({"keep_latest_k": 0}, {"load_only": True}, {"load_step": 4}):
+        Run(tmp_path, **{"keep_latest_k": 2, **options}).manager.load()
+        assert steps(tmp_path) == [1, 2, 3, 4]
+    Run(tmp_path, keep_latest_k=2).manager.load()
+    assert steps(tmp_path) == [3, 4]
+
+
 def test_loading_an_earlier_step_replaces_later_ones(
     tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
@@ -280,7 +290,7 @@ def test_an_interrupted_removal_leaves_no_checkpoint(
 
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", refuse)
-        run = Run(tmp_path, keep_latest_k=1)
+        run = Run(tmp_path, keep_latest_k=2)
         run.manager.load()
         run.train_and_save(1)  # succeeds although the old ones cannot be removed
     assert [

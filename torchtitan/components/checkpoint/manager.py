@@ -354,6 +354,9 @@ class CheckpointManager(Configurable):
                 [info for info in decision.checkpoints if info.step <= step],
                 self.config.criterion,
             )
+            # The previous process may have been killed before it removed older checkpoints.
+            if self.config.saves and self.config.load_step == -1 and self._ranks.rank == 0:
+                self._prune(step)
         return (
             start.checkpoint.step if start.resumes or not self.config.initial_load_model_only else 0
         )
