@@ -399,21 +399,27 @@ def whole_number(value: Any) -> int:
 
 
 def suggest_choice(value: object, declared: Any) -> str:
-    """Return `; did you mean 'x'?` for the word of a `Literal` type that `value` begins with, in
-    any case, or is most like; "" without one."""
-    parts = [declared, *get_args(declared)]
-    words = {
-        str(word).lower(): str(word)
-        for part in parts
+    """Return `; did you mean 'x'?` for the word of a `Literal` type that `value` begins with, or is
+    most like, in any case and without dashes; of a list, its first item that is no such word. ""
+    without a similar word."""
+    choices = [
+        str(word)
+        for part in (declared, *get_args(declared))
         if get_origin(part) is Literal
         for word in get_args(part)
-    }
-    meant = str(value).lower()
+    ]
+    items = [str(item) for item in (value if isinstance(value, list) else [value])]
+    meant = _letters(next((item for item in items if item not in choices), ""))
+    words = {_letters(word): word for word in choices}
     begun = [word for word in words if len(word) > 1 and meant.startswith(word)]
     if begun:
         meant = max(begun, key=len)
     found = difflib.get_close_matches(meant, words, n=1)
     return f"; did you mean '{words[found[0]]}'?" if found else ""
+
+
+def _letters(word: str) -> str:
+    return word.lower().replace("_", "").replace("-", "")
 
 
 def describe(declared: Any) -> str:

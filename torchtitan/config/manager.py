@@ -316,17 +316,17 @@ class ConfigManager:
         option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
         if option and re.fullmatch(r"-[A-Za-z][\w.-]+", option):  # one dash too few
             return self._unknown([f"-{option}"], known)
+        if option is None and (bare := _WITHOUT_DASHES.fullmatch(words[0])):
+            key = _key_of(f"--{bare[1]}")
+            if key not in map(_spelled, known):
+                return self._unknown([f"--{bare[0].lstrip('+')}"], known)
+            return UserError(f"'{words[0]}' belongs to no option; write --{key}={bare[2]}")
         if option is None and words[0].endswith(_FILES):
             # A configuration file of this library, or of another one.
             return UserError(
                 f"'{words[0]}' belongs to no option; use --config_file {words[0]}, or for a file "
                 f"of another library torchtitan migrate {words[0]}"
             )
-        if option is None and (bare := _WITHOUT_DASHES.fullmatch(words[0])):
-            key = _key_of(f"--{bare[1]}")
-            if key not in map(_spelled, known):
-                return self._unknown([f"--{bare[0].lstrip('+')}"], known)
-            return UserError(f"'{words[0]}' belongs to no option; write --{key}={bare[2]}")
         if option is None:
             return UserError(f"'{words[0]}' belongs to no option; see {self.prog} --help")
         key = _key_of(option)
@@ -447,7 +447,7 @@ def _check_words(words: Sequence[str], types: Mapping[str, object]) -> None:
             raise UserError(f"--{key} has no value; it must be {_described(declared)}")
         tried: object = given if is_list and given != ["None"] else given[0]
         if not fits(tried, declared):
-            meant = suggest_choice(given[0], declared) if given else ""
+            meant = suggest_choice(tried, declared)
             raise UserError(
                 f"--{key} is {' '.join(given)!r}, but must be {_described(declared)}{meant}"
             )
