@@ -1,6 +1,7 @@
 """Reinforcement learning (`--module rl`): losses against float64 and TRL, exact runs, several
 processes, tools."""
 
+import asyncio
 import dataclasses
 import functools
 import itertools
@@ -1009,6 +1010,17 @@ def test_a_trial_waits_for_no_judge_forever(tmp_path, monkeypatch, caplog):
     (tmp_path / "judge.py").write_text(f"{text}    await asyncio.Barrier(2).wait()\n")
     try_rewards([f"{tmp_path}/judge.py:waits"], "my.jsonl:1", "?", {})
     assert "no verdict after 0 seconds; the run begins anyway" in caplog.text
+
+
+def test_a_trial_in_a_loop_is_refused(tmp_path):
+    """A notebook has one."""
+    (tmp_path / "one.py").write_text("def one(prompt, completion, row):\n    return 1.0\n")
+
+    async def start():
+        try_rewards([f"{tmp_path}/one.py:one"], "my.jsonl:1", "?", {})
+
+    with pytest.raises(UserError, match="one runs in this thread already"):
+        asyncio.run(start())
 
 
 def test_a_rollout_without_a_trajectory_is_named(folder, tmp_path):

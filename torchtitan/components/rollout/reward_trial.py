@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtitan.components.checkpoint.state import kept_random_state
+from torchtitan.components.generation.session import is_in_loop
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.rollout.rewards import (
     REWARD_MODEL,
@@ -35,10 +36,16 @@ def try_rewards(
     The completion is the row's reference answer or, without one, a placeholder; a function that
     rates a batch gets `group_size` completions, every second one a placeholder. The results are
     only checked; random numbers stay the same, and a file is imported anew for the run. Raise
-    `UserError` that names the row (`where`) and the function that fails."""
+    `UserError` that names the row (`where`) and the function that fails, or if an asyncio loop runs
+    in this thread."""
     tried = [name for name in names if not name.startswith(REWARD_MODEL)]
     if not tried:
         return
+    if is_in_loop():
+        raise UserError(
+            "reward functions run in an asyncio loop, and one runs in this thread already, as in a "
+            "notebook; start the run from a script"
+        )
     try:
         completion = reference_answer(row)
     except UserError:
