@@ -249,16 +249,14 @@ def _default_warmup(migration: Migration) -> None:
 
 def _held_out(migration: Migration) -> list[str]:
     """Read the held-out data, and return its names; none for a part of the training data."""
-    if "val_set_size" not in migration.given:
-        pass
-    elif not (size := migration.get("val_set_size")):
-        migration.drop("val_set_size", "it is off")
-    else:
+    if size := migration.get("val_set_size"):
         migration.miss(
             "val_set_size",
             f"all rows are trained on; write {size} of them to a file of its own, and set "
             "--validator.enable --validator.dataset FILE",
         )
+    elif "val_set_size" in migration.given:
+        migration.drop("val_set_size", "it is off")
     if sets := migration.get("test_datasets"):
         names = [name for one in sets for name in _names(migration, one)]
         why = "rows in the format of the training data"
