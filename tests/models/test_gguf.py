@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import json
 import re
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,27 @@ def save(folder: Path, name: str, seed: int, **fixed: Any) -> Any:
 
 def convert(*words: object) -> int:
     return main(["convert", "--to", "gguf", *map(str, words)])
+
+
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_FSIZE)[1] != resource.RLIM_INFINITY,
+    reason="the size of files is limited",
+)
+def test_a_disk_that_is_full_at_any_byte_leaves_no_file(tmp_path, capsys):
+    """Also if it refuses only the last bytes, of the small norm; the message names the cause."""
+    save(tmp_path / "model", "gemma", 0)
+    target = tmp_path / "out"
+    assert convert(tmp_path / "model", target) == 0
+    size = (target / "model.gguf").stat().st_size
+    shutil.rmtree(target)
+    for limit in (size // 2, size - 1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            assert convert(tmp_path / "model", target) == 3
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        assert "out failed: [Errno 27] File too large" in capsys.readouterr().err
+        assert not target.exists()
 
 
 def random_ids(length: int) -> Tensor:

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.tensor_source import TensorSource, TensorSpec, as_type
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    import numpy
 
 FILE = "model.gguf"
 
@@ -88,7 +91,7 @@ def export_gguf(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, kind in kinds.items():
-            writer.write_tensor_data(_encoded(gguf, name, view.read(name), kind))
+            writer.write_tensor_data(_checked(_encoded(gguf, name, view.read(name), kind)))
             advance(view.specs[name].n_bytes)
 
 
@@ -173,7 +176,7 @@ def _declare(gguf: ModuleType, writer: Any, name: str, given: TensorSpec, kind: 
     writer.add_tensor_info(name, shape, numpy.uint8, int(numpy.prod(shape)), raw_dtype=raw)
 
 
-def _encoded(gguf: ModuleType, name: str, tensor: Tensor, kind: Kind) -> object:
+def _encoded(gguf: ModuleType, name: str, tensor: Tensor, kind: Kind) -> "numpy.ndarray[Any, Any]":
     """Return the bytes of a tensor, as an array."""
     import numpy
 
@@ -183,3 +186,16 @@ def _encoded(gguf: ModuleType, name: str, tensor: Tensor, kind: Kind) -> object:
     rows = tensor.reshape(-1, tensor.shape[-1])
     parts = [gguf.quantize(part.float().numpy(), quantized) for part in rows.split(_QUANTIZED_ROWS)]
     return numpy.concatenate(parts)
+
+
+def _checked(array: "numpy.ndarray[Any, Any]") -> "numpy.ndarray[Any, Any]":
+    """Return a view of an array whose `tofile`, by which the package gguf writes it, raises
+    `OSError` with its cause if the disk is full. NumPy's names no cause, and raises nothing if only
+    the last bytes of an array are refused."""
+    import numpy
+
+    class Checked(numpy.ndarray):
+        def tofile(self, file: Any, sep: str = "", format: str = "%s") -> None:
+            file.write(numpy.ascontiguousarray(self).data)
+
+    return array.view(Checked)
