@@ -14,7 +14,7 @@ import tyro
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.checkpoint.formats import format_of
 from torchtitan.components.checkpoint.identity import RunIdentity, identify_content
-from torchtitan.components.checkpoint.resume import StartDecision
+from torchtitan.components.checkpoint.resume import StartDecision, clean_up_complete
 from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.evaluation.validate import Validator
@@ -55,7 +55,7 @@ from torchtitan.protocols.conversion import (
     weight_options,
 )
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError, os_errors_as, require
+from torchtitan.tools.errors import RunComplete, UserError, os_errors_as, require
 from torchtitan.tools.logging import logger
 from torchtitan.trainer.answers import Answers
 from torchtitan.trainer.callbacks import Callback
@@ -243,9 +243,13 @@ class RunConfig(Configurable.Config):
             return resolve().identity(build_tokenizer())
 
         is_owner_checked = self.checkpoint.enable and not dry_run
-        decision = self.checkpoint.decide_start(
-            self.dump_folder, identity if is_owner_checked else None
-        )
+        try:
+            decision = self.checkpoint.decide_start(
+                self.dump_folder, identity if is_owner_checked else None
+            )
+        except RunComplete:
+            clean_up_complete(self.checkpoint, Path(self.dump_folder))
+            raise
         if decision.start is None and self.checkpoint.initial_load_in_hf:
             format_of(self.checkpoint.initial_load_path)  # raises without weights
         tokenizer = build_tokenizer()

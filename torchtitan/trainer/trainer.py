@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.checkpoint import CheckpointManager, list_checkpoints
 from torchtitan.components.checkpoint.identity import RunIdentity
 from torchtitan.components.checkpoint.ranks import Ranks
-from torchtitan.components.checkpoint.resume import StartDecision
+from torchtitan.components.checkpoint.resume import StartDecision, clean_up_complete
 from torchtitan.components.data.base import BaseDataLoader, Batch, images_in
 from torchtitan.components.data.plan.sampler import StepStatistics
 from torchtitan.components.evaluation.validate import CLOCK_METRICS, Validator
@@ -626,6 +626,8 @@ class Trainer(Configurable):
             try:
                 self.load_checkpoint()
             except RunComplete as complete:
+                if self.rank == 0:
+                    clean_up_complete(self.config.checkpoint, Path(self.config.dump_folder))
                 logger.info("%s", complete)
                 return
             self.describe_run()

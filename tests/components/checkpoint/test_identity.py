@@ -505,6 +505,26 @@ def test_a_script_whose_run_is_complete(tmp_path: Path, log: pytest.LogCaptureFi
     trainer.close()
 
 
+@pytest.mark.parametrize("begin", ["check", "train"])
+def test_the_next_start_of_a_complete_run_removes_what_a_killed_process_did_not(
+    begin: str, tmp_path: Path
+) -> None:
+    """It was killed after its last save, before or while it removed older checkpoints."""
+    options = {key.replace(".", "__"): value for key, value in SAVING.items()}
+    config = tiny_config(tmp_path, **options, checkpoint__last_save_model_only=True)
+    config.checkpoint.keep_latest_k, config.checkpoint.interval = 0, 1
+    run(config)
+    folder = tmp_path / "checkpoint"
+    (folder / "step-1").rename(folder / "step-1.removed.partial")
+    config.checkpoint.keep_latest_k = 1
+    if begin == "check":
+        with pytest.raises(RunComplete):
+            config.check(1)
+    else:
+        run(config)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-3", "step-4"]
+
+
 def test_missing_properties_count_as_equal() -> None:
     """For example, a configuration that was built in Python has no registered name."""
     identity = RunIdentity({"model.dim": 8, "configuration": "a.b"}, {"steps": 3})

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torchtitan.components.checkpoint import catalog
 from torchtitan.components.checkpoint.catalog import CheckpointInfo
@@ -17,6 +18,7 @@ from torchtitan.components.checkpoint.identity import BaseWeights, RunIdentity
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.checkpoint.state import ModelState
 from torchtitan.tools.errors import RunComplete, RunFailure, UserError, os_errors_as
+from torchtitan.tools.folder_lock import lock_folder
 from torchtitan.tools.logging import logger
 
 MISSING_WEIGHTS_ADVICE = (
@@ -260,10 +262,7 @@ def clean_up(config: CheckpointConfig, decision: StartDecision, folder: Folder) 
     start = decision.start
     resumed = start.checkpoint.step if start and start.resumes else -1
     for info in decision.checkpoints if config.enable else []:
-        # In a store that cannot rename, a killed save leaves a folder without a marker.
-        if info.path.name.endswith(UNFINISHED) or not (
-            info.is_complete or info.fault or folder.can_rename
-        ):
+        if _is_left_over(info, folder):
             logger.warning("%s was left by an interrupted save or removal", info.path)
             if not config.load_only:
                 with errors_logged(f"could not remove {info.path}"):
@@ -272,6 +271,39 @@ def clean_up(config: CheckpointConfig, decision: StartDecision, folder: Folder) 
             logger.warning("skipped %s: %s", info.path, info.fault or "it is incomplete")
         elif info.step > resumed:
             logger.warning("skipped %s: %s", info.path, _skip_reason(info))
+
+
+def clean_up_complete(config: CheckpointConfig, dump_folder: Path) -> None:
+    """Remove the checkpoints that a complete run does not keep, and the remains of unfinished
+    saves and removals: its process may have been killed after the last save. A run in use is left
+    alone."""
+    if config.load_only:
+        return
+    folder = config.resolve_folder(str(dump_folder))
+    try:
+        lock = lock_folder(dump_folder)
+    except UserError:
+        return
+    with errors_logged(f"could not clean up {folder}"):
+        checkpoints = catalog.list_checkpoints(folder)
+        for info in checkpoints:
+            if _is_left_over(info, folder):
+                catalog.remove_checkpoint(info.path)
+        catalog.prune(
+            folder,
+            max(info.step for info in checkpoints if info.ends_run),
+            config.keep_latest_k,
+            criterion=config.criterion,
+            best_of=(lambda step: True) if config.keep_best else None,
+        )
+    del lock  # unless the caller holds it
+
+
+def _is_left_over(info: CheckpointInfo, folder: Folder) -> bool:
+    # In a store that cannot rename, a killed save leaves a folder without a marker.
+    return info.path.name.endswith(UNFINISHED) or not (
+        info.is_complete or bool(info.fault) or folder.can_rename
+    )
 
 
 def _skip_reason(info: CheckpointInfo) -> str:
