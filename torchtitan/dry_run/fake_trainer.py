@@ -26,6 +26,7 @@ from torchtitan.dry_run.memory_tracker import MEMORY_KINDS, MemoryKind, MemoryTr
 from torchtitan.dry_run.microbatch_replay import MicrobatchReplay
 from torchtitan.dry_run.observer import observing
 from torchtitan.dry_run.work_tracker import Work, WorkTracker
+from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.conversion import convert_model
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.images import ImageInputs
@@ -138,12 +139,18 @@ class FakeTrainer(Trainer):
         return BaseDataLoader(config)
 
     def post_dataloading_process(self, batch: Batch) -> Batch:
-        """Drop `attention`: plain causal attention needs no mask, as with the kernels of a GPU."""
-        return {
-            name: value
-            for name, value in super().post_dataloading_process(batch).items()
-            if name != "attention"
-        }
+        """Describe each row as one document that needs no mask, as with the kernels of a GPU; under
+        context parallelism, a row of this rank's tokens, with the places of all ranks' ones."""
+        batch = super().post_dataloading_process(batch)
+        attention = batch.pop("attention", None)
+        if attention is not None and attention.key_places_S is not None:
+            batch["attention"] = dataclasses.replace(
+                AttentionMetadata.of_rows(*batch["input"].shape),
+                query_places_L=attention.query_places_L,
+                key_places_S=attention.key_places_S,
+                kernel="causal",
+            )
+        return batch
 
     def build_loss(self) -> Any:
         """Build the loss with the sizes that it has on CUDA."""
