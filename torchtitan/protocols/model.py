@@ -57,6 +57,10 @@ class BaseModel(nn.Module, Configurable):
                 raise UserError(f"{type(self).__qualname__} has no n_layers")
             return replace(self, n_layers=n_layers)  # type: ignore[call-arg]
 
+        def reason_against_image_rollouts(self) -> str:
+            """Return why rollouts about images cannot train the model ("": they can)."""
+            return ""
+
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:
             """Sizes that tensor parallelism splits, by field; its degree must divide each of

@@ -162,7 +162,7 @@ class NextTokens(AttentionMetadata):
 
 
 @trial
-def has_cache(document: Mapping[str, object], implementation: str | None) -> bool:
+def has_cache(document: Mapping[str, object], implementation: str | dict[str, str] | None) -> bool:
     """Return whether a tiny clone of the class of a config.json, with this attention, gives the
     same logits with its cache and padding as without."""
     text_1L = torch.tensor(TEXT_IDS)[None, :20]

@@ -138,6 +138,7 @@ class TransformersModel(BaseModel):
         else:
             self.packing = choose_packing(described)
             implementation = self.packing.implementation
+        self._implementation = implementation
         self.model = build_class(described, implementation)
         # The class's own choice, for a tokenizer of images that is never trained; and statistics of
         # batches, which would depend on packing, ranks and recomputed layers
@@ -295,7 +296,7 @@ class TransformersModel(BaseModel):
         return class_values(self.config, names, seed)
 
     def generation_cache(self, make_default: Callable[[], object]) -> ClassCache | None:
-        if not has_cache(self.config.document, self.packing.implementation):
+        if not has_cache(self.config.document, self._implementation):
             return None
         return ClassCache(self._prompt_images)
 
@@ -357,7 +358,7 @@ class TransformersModel(BaseModel):
         Raises:
             UserError: if the class has no cache here that keeps images.
         """
-        if not has_cache(self.config.document, self.packing.implementation):
+        if not has_cache(self.config.document, self._implementation):
             name = type(self.model).__name__
             raise UserError(f"{name} cannot generate from images here: its cache is not used")
         dtype = self._reader_dtype()
