@@ -57,6 +57,9 @@ class BaseModel(nn.Module, Configurable):
                 raise UserError(f"{type(self).__qualname__} has no n_layers")
             return replace(self, n_layers=n_layers)  # type: ignore[call-arg]
 
+        def check_training(self) -> None:
+            """Raise `UserError` if the model can be computed, but not trained."""
+
         def reason_against_image_rollouts(self) -> str:
             """Return why rollouts about images cannot train the model ("": they can)."""
             return ""

@@ -227,6 +227,7 @@ class RunConfig(Configurable.Config):
             )
         for part in _validated_parts(self):
             part.validate()
+        spec.model.check_training()
         self.check_layout(world_size)
         _check_distinct("callbacks", self.callbacks)
         for callback in self.callbacks:

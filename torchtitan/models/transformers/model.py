@@ -22,7 +22,7 @@ from torchtitan.models.transformers.balance import (
 from torchtitan.models.transformers.captions import language_side, needs_images, reads_captions
 from torchtitan.models.transformers.context import ClassAttention
 from torchtitan.models.transformers.cross_attention import cross_attention_layers
-from torchtitan.models.transformers.description import build_class
+from torchtitan.models.transformers.description import build_class, class_of
 from torchtitan.models.transformers.experts import fused_experts, matrices_of, stack_experts
 from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
@@ -122,6 +122,15 @@ class TransformersModel(BaseModel):
                 raise UserError(
                     f"--model.dim is {self.dim}, but the hidden_size in config.json is "
                     f"{text.hidden_size}"
+                )
+
+        def check_training(self) -> None:
+            described = self.transformers_config()
+            if not self.reads_images and has_prefixes(class_of(described)[0], described):
+                raise UserError(
+                    f"the prompts of model_type '{described.model_type}' see both ways, which "
+                    "training on text does not compute; use --config sft_images, whose rows need "
+                    "no images"
                 )
 
     config: Config
@@ -228,15 +237,10 @@ class TransformersModel(BaseModel):
         normalization, which keeps its statistics.
 
         Raises:
-            UserError: for training on text of a class whose prompts see both ways.
+            UserError: see `BaseModel.Config.check_training`.
         """
-        is_text = not self.config.reads_images
-        if mode and is_text and has_prefixes(type(self.model), self.model.config):
-            raise UserError(
-                f"the prompts of model_type '{self.model.config.model_type}' see both ways, which "
-                "training on text does not compute; use --config sft_images, whose rows need no "
-                "images"
-            )
+        if mode:
+            self.config.check_training()
         super().train(mode)
         for module in self._frozen:
             module.eval()
