@@ -56,7 +56,7 @@ if child:
 time.sleep(1000)
 """
     with pytest.raises(subprocess.TimeoutExpired):
-        python(code, timeout=2)
+        python(code, timeout=5)
     running = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     deadline = time.monotonic() + 60
     while any(map(is_running, running)):

@@ -16,7 +16,7 @@ from torchtitan.components.evaluation.pass_at_k import pass_at_k
 from torchtitan.components.evaluation.validate import split_name
 from torchtitan.components.generation import Generation, Sampling, generate, stop_ids
 from torchtitan.components.rollout.reward_trial import try_rewards
-from torchtitan.components.rollout.rewards import RewardName, Rewards, Text
+from torchtitan.components.rollout.rewards import REWARD_MODEL, RewardName, Rewards, Text
 from torchtitan.config.sections import require_at_least
 from torchtitan.tools.errors import UserError, errors_of, require
 from torchtitan.trainer.callbacks import PeriodicEvaluation, refuse_scores
@@ -98,7 +98,7 @@ class Answers(PeriodicEvaluation):
             require(fits, f"{_OPTION}.k", self.k, most)
             if bool(self.dataset) != bool(self.rewards):
                 raise UserError(f"{_OPTION}.dataset and {_OPTION}.rewards need each other")
-            if of_models := [name for name in self.rewards if name.startswith("reward_model=")]:
+            if of_models := [name for name in self.rewards if name.startswith(REWARD_MODEL)]:
                 raise UserError(
                     f"{_OPTION}.rewards {of_models[0]}: reward models rate in --module rl; use a "
                     "function"
