@@ -15,6 +15,7 @@ from torchtitan.components.checkpoint.formats import format_of
 from torchtitan.components.data import PretrainDataLoader, SFTDataLoader
 from torchtitan.components.evaluation.tasks import check_harness
 from torchtitan.components.tokenizer import PretrainedTokenizer
+from torchtitan.config import manager
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.registry import load_config_function
 from torchtitan.models import llama3
@@ -43,6 +44,12 @@ def test_files_in_the_wrong_place(words, message, tmp_path):
     (tmp_path / "trainer.py").write_text("")
     with pytest.raises(UserError, match=message.format(folder=tmp_path)):
         ConfigManager().parse_args([word.format(folder=tmp_path) for word in words])
+
+
+def test_a_stray_file_is_named_before_torch_is_imported(monkeypatch):
+    monkeypatch.delattr(manager, "load_config_function")
+    with pytest.raises(UserError, match="'run.yaml' belongs to no option"):
+        ConfigManager().parse_args(["--module", "auto", "run.yaml", "--training.steps", "3"])
 
 
 def test_a_module_in_this_folder_is_named_with_a_dot(tmp_path, monkeypatch):

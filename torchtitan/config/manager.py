@@ -121,6 +121,8 @@ class ConfigManager:
             SystemExit: after `--help`.
         """
         selected, overrides = self._selected(args)
+        if overrides and overrides[0].endswith(_FILES) and not overrides[0].startswith("-"):
+            raise self._unknown(overrides[:1], ())  # before torch is imported
         file = selected.config_file
         document = read_config_file(Path(file), f"--config_file {file}") if file else {}
         in_file = {name: document.pop(name, None) for name in DEFAULT_SELECTION}
