@@ -68,7 +68,13 @@ def expected(model_type: str, student: Path, teacher: Path, data: Any) -> list[f
     return [values[0], norm(gradients), *values[1:]]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "qwen3_vl",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma3", "kosmos-2", "idefics")),
+    ],
+)
 def test_distillation_equals_that_of_the_classes(
     model_type: str,
     folders: Any,  # noqa: F811

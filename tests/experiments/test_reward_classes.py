@@ -227,7 +227,7 @@ def rated(model_type: str, folder: Path, model: Any, data: Any) -> dict[str, tor
     [
         "qwen3_vl",
         *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma3", "qwen3_5")),
-        *(pytest.param(x, marks=pytest.mark.long) for x in ("smolvlm", "internvl")),
+        *(pytest.param(x, marks=pytest.mark.long) for x in ("smolvlm", "internvl", "idefics")),
     ],
 )
 def test_images_equal_the_class(model_type: str, folders: Any, data: Any, tmp_path: Path) -> None:
