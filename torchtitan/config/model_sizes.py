@@ -30,9 +30,9 @@ class Sizes(Protocol):
     norm_eps: float
 
 
-def head_width(sizes: Sizes) -> int:
+def head_width(dim: int, n_heads: int, head_dim: int | None) -> int:
     """Return the width of one head, as given or from `dim`."""
-    return sizes.dim // sizes.n_heads if sizes.head_dim is None else sizes.head_dim
+    return dim // n_heads if head_dim is None else head_dim
 
 
 def check_decoder_sizes(sizes: Sizes) -> None:
@@ -44,15 +44,16 @@ def check_decoder_sizes(sizes: Sizes) -> None:
     require(0 < sizes.norm_eps < math.inf, "--model.norm_eps", sizes.norm_eps, "above 0")
     dim = sizes.dim
     n_heads, n_kv_heads = sizes.n_heads, sizes.n_kv_heads
+    width = head_width(dim, n_heads, sizes.head_dim)
     if sizes.head_dim is not None and (sizes.head_dim < 2 or sizes.head_dim % 2):
         raise UserError(f"--model.head_dim is {sizes.head_dim}, but must be even and at least 2")
-    if sizes.head_dim is None and (dim % n_heads or head_width(sizes) % 2):
+    if sizes.head_dim is None and (dim % n_heads or width % 2):
         raise UserError(
             f"--model.dim {dim} must give each of --model.n_heads {n_heads} an even width"
         )
     if n_heads % n_kv_heads:
         raise UserError(f"--model.n_kv_heads {n_kv_heads} must divide --model.n_heads {n_heads}")
-    matrices = head_width(sizes) * 2 * (n_heads + n_kv_heads) + 3 * sizes.ffn_dim
+    matrices = width * 2 * (n_heads + n_kv_heads) + 3 * sizes.ffn_dim
     n_parameters = dim * (sizes.n_layers * matrices + 2 * (sizes.vocab_size or 0))
     if n_parameters > _MOST_PARAMETERS:
         raise UserError(

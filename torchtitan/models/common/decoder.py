@@ -126,7 +126,7 @@ class Decoder(BaseModel):
         @property
         def resolved_head_dim(self) -> int:
             """Width of one head, as given or from `dim`."""
-            return head_width(self)
+            return head_width(self.dim, self.n_heads, self.head_dim)
 
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:
