@@ -509,7 +509,8 @@ def test_a_script_whose_run_is_complete(tmp_path: Path, log: pytest.LogCaptureFi
 def test_the_next_start_of_a_complete_run_removes_what_a_killed_process_did_not(
     begin: str, tmp_path: Path
 ) -> None:
-    """It was killed after its last save, before or while it removed older checkpoints."""
+    """It was killed after its last save, while it removed older checkpoints. The other ones stay,
+    also with another `keep_latest_k` than the run's."""
     options = {key.replace(".", "__"): value for key, value in SAVING.items()}
     config = tiny_config(tmp_path, **options, checkpoint__last_save_model_only=True)
     config.checkpoint.keep_latest_k, config.checkpoint.interval = 0, 1
@@ -522,7 +523,7 @@ def test_the_next_start_of_a_complete_run_removes_what_a_killed_process_did_not(
             config.check(1)
     else:
         run(config)
-    assert sorted(path.name for path in folder.iterdir()) == ["step-3", "step-4"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-2", "step-3", "step-4"]
 
 
 def test_missing_properties_count_as_equal() -> None:

@@ -274,29 +274,27 @@ def clean_up(config: CheckpointConfig, decision: StartDecision, folder: Folder) 
 
 
 def clean_up_complete(config: CheckpointConfig, dump_folder: Path) -> None:
-    """Remove the checkpoints that a complete run does not keep, and the remains of unfinished
-    saves and removals: its process may have been killed after the last save. A run in use is left
-    alone."""
+    """Remove the remains of unfinished saves and removals of a complete run, whose process may have
+    been killed after the last save. Its checkpoints stay, since a command that is only repeated
+    may have another `keep_latest_k`. A run in use is left alone."""
     if config.load_only:
         return
     folder = config.resolve_folder(str(dump_folder))
-    try:
-        lock = lock_folder(dump_folder)
-    except UserError:
-        return
+
+    def left_over() -> list[Folder]:
+        found = catalog.list_checkpoints(folder)
+        return [info.path for info in found if _is_left_over(info, folder)]
+
     with errors_logged(f"could not clean up {folder}"):
-        checkpoints = catalog.list_checkpoints(folder)
-        for info in checkpoints:
-            if _is_left_over(info, folder):
-                catalog.remove_checkpoint(info.path)
-        catalog.prune(
-            folder,
-            max(info.step for info in checkpoints if info.ends_run),
-            config.keep_latest_k,
-            criterion=config.criterion,
-            best_of=(lambda step: True) if config.keep_best else None,
-        )
-    del lock  # unless the caller holds it
+        if not left_over():
+            return  # and the lock's file does not change
+        try:
+            lock = lock_folder(dump_folder)
+        except UserError:
+            return
+        for path in left_over():
+            catalog.remove_checkpoint(path)
+        del lock  # unless the caller holds it
 
 
 def _is_left_over(info: CheckpointInfo, folder: Folder) -> bool:
