@@ -24,6 +24,7 @@ from tests.processes import run_processes
 from tests.training import TINY, flags, read_metrics, run, tiny_config, train
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.optim.lr_scheduler import LRScheduler
+from torchtitan.components.rollout.reward_trial import PLACEHOLDERS
 from torchtitan.components.rollout.rewards import Rewards
 from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed.connections import recorded
@@ -210,7 +211,9 @@ def test_rewards_are_named_with_file_and_line(tmp_path, error):
 @pytest.mark.parametrize("kind", ["reward", "rollout"])
 def test_an_exit_in_rollouts_saves(folder, tmp_path, error, kind):  # noqa: F811
     name = error.__name__ if isinstance(error, type) else type(error).__name__
-    text = f"import asyncio\ndef score(prompt, completion, row):\n    raise {name}\n"
+    # The trial before the run gets another completion.
+    text = "import asyncio\ndef score(prompt, completion, row):\n"
+    text += f"    if completion != {PLACEHOLDERS[0]!r}:\n        raise {name}\n    return 1.0\n"
     text += (
         "async def roll(row, engine):\n    await engine.generate(engine.prompt)\n    raise "
         f"{name}\n"

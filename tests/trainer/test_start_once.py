@@ -84,8 +84,9 @@ def test_a_new_run_and_its_resumption(tmp_path, calls, monkeypatch):
     once = {"decisions": 1, "listings": 2, "tokenizers": 1, "loaders": 1, "validated loaders": 2}
     assert new == once
     resumed = start(calls, tmp_path, monkeypatch, training__steps=6)
-    n_markers = 2 * 2 + 1  # of steps 2 and 4 in each listing, and of the verified step 4
-    assert resumed == {**once, "markers": n_markers}
+    # A third listing finds the checkpoints that a killed process should have removed.
+    n_markers = 3 * 2 + 1  # of steps 2 and 4 in each listing, and of the verified step 4
+    assert resumed == {**once, "listings": 3, "markers": n_markers}
 
 
 def resolved(folder: Path, **options: Any) -> Any:
