@@ -126,6 +126,18 @@ def test_wrong_hours_are_rejected(tmp_path, capsys, hours, run, options, message
             "stages: [{name: a, run: ls}, {name: b, run: trainx}]",
             "stage 2 has the unknown command 'trainx'; did you mean 'train'?",
         ),
+        (
+            "stages: [{name: a, run: train --dump_folder=b}]",
+            "stage 'a' has --dump_folder, which the recipe sets",
+        ),
+        (
+            "stages: [{name: a, run: train --hf_assets_path b, base: .}]",
+            "stage 'a' has --hf_assets_path, which the recipe sets",
+        ),
+        (
+            "stages: [{name: a, run: eval --checkpoint b, base: .}]",
+            "stage 'a' has --checkpoint, which the recipe sets",
+        ),
         ("stages: [{name: a, run: 3}]", "stage 1 must have `name` and `run`"),
         ('stages: [{name: a, run: "ls \'"}]', "stage 1 must have `name` and `run`"),
     ],

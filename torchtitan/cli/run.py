@@ -142,8 +142,23 @@ def _read(path: Path, folder: Path, hours: float | None) -> list[_Stage]:
             )
         if base == "previous" and not any(stage.trains for stage in stages):
             raise UserError(f"{path}: stage '{name}' has no previous training stage to be its base")
-        stages.append(_Stage(name, words, base, trains=words[0] == "train"))
+        stage = _Stage(name, words, base, trains=words[0] == "train")
+        if twice := _own_options(stage) & {word.partition("=")[0] for word in words}:
+            raise UserError(
+                f"{path}: stage '{name}' has {' and '.join(sorted(twice))}, which the recipe sets: "
+                "its model is `base`, and it writes to a folder of its name in --folder; remove "
+                "the option"
+            )
+        stages.append(stage)
     return stages
+
+
+def _own_options(stage: _Stage) -> set[str]:
+    """Return the options that a recipe adds to the command of a stage."""
+    options = {"--dump_folder"} if stage.trains else set()
+    if stage.base:
+        options.add("--hf_assets_path" if stage.trains else "--checkpoint")
+    return options
 
 
 def _hours(path: Path, default: object, chosen: float | None) -> float | None:
