@@ -159,8 +159,9 @@ def _become(
         for stream in (1, 2):
             os.dup2(descriptor, stream)
         os.dup2(os.open(folder / "stdin", os.O_RDONLY | os.O_CREAT), 0)
+        # A command that is forked from this one gets other objects, and these must not close then.
         sys.stdin, sys.stdout, sys.stderr = (
-            os.fdopen(n, mode) for n, mode in ((0, "r"), (1, "w"), (2, "w"))
+            open(n, mode, closefd=False) for n, mode in ((0, "r"), (1, "w"), (2, "w"))
         )
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(HANG_SECONDS), resource.RLIM_INFINITY))
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
