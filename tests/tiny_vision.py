@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 
+from tests.conftest import PROJECT
 from tests.more_vision_types import MORE_TYPES
 from tests.vision_types import HIDDEN, TYPES, VOCABULARY, VisionType
 from tests.vision_types_b_to_g import B_TO_G
@@ -60,6 +61,13 @@ _TYPES |= TYPES_OF_TORCHVISION | TYPES_OF_TIMM | LEADING_TYPES | PLACING_TYPES
 _TYPES |= CAPTION_TYPES
 
 VISION_TYPES: tuple[str, ...] = tuple(TYPES)
+
+
+def documented_template(word: str) -> str:
+    """The chat template of docs/images.md that contains a word."""
+    found = re.findall(r"```jinja\n(.*?)```", (PROJECT / "docs/images.md").read_text(), re.S)
+    return str(next(text for text in found if word in text))
+
 
 ALL_VISION_TYPES: tuple[str, ...] = tuple(name for name in _TYPES if name not in CAPTION_TYPES)
 """Also those of which fewer tests train a model; but none that reads one image before each text."""

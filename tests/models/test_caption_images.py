@@ -2,12 +2,12 @@
 processor makes of the same images and texts."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from tests.conftest import PROJECT
 from tests.experiments.test_rl_images import CapturingGRPO, config_of
 from tests.models.test_images import PACKED, norm, options, train_rank
 from tests.processes import run_processes
 from tests.tiny_vision import (
+    documented_template,
     parts_in,
     reference_processor,
     set_training,
@@ -40,12 +40,6 @@ FAST = ("blip-2",)
 TYPES = [
     pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CAPTION_TYPES
 ]
-
-
-def template() -> str:
-    """The chat template of docs/images.md."""
-    found = re.findall(r"```jinja\n(.*?)```", (PROJECT / "docs/images.md").read_text(), re.S)
-    return str(next(text for text in found if "mask_token" in text))
 
 
 def write_model(model_type: str, folder: Path) -> Path:
@@ -74,7 +68,7 @@ def write_model(model_type: str, folder: Path) -> Path:
         },
     }
     path.write_text(json.dumps(tokenizer))
-    (folder / "chat_template.jinja").write_text(template())
+    (folder / "chat_template.jinja").write_text(documented_template("mask_token"))
     return folder
 
 
@@ -411,9 +405,13 @@ def test_other_numbers_of_images_are_refused(
 
 
 def test_text_alone_is_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """The run ends before the model is built."""
     rows = written(tmp_path / "text.jsonl", [{"prompt": "What?", "completion": "x"}])
     more = {"config": "sft", "model__train": ABSENT}
-    with pytest.raises(UserError, match="blip-2 does not compute text alone: its class needs an"):
+    with (
+        mock.patch.object(TransformersModel, "__init__", side_effect=AssertionError),
+        pytest.raises(UserError, match="blip-2 does not compute text alone: its class needs an"),
+    ):
         train(tmp_path / "run", **options(folders("blip-2"), rows) | more)
 
 

@@ -2,7 +2,6 @@
 and its answer: against the class called directly on what its processor makes of the same rows."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from tests.conftest import PROJECT
 from tests.experiments.test_rl_images import train as train_by_rewards
 from tests.models.test_images import (
     PACKED,
@@ -22,7 +20,7 @@ from tests.models.test_images import (
     norm,
     options,
 )
-from tests.tiny_vision import reference_processor, vision_folder
+from tests.tiny_vision import documented_template, reference_processor, vision_folder
 from tests.training import ABSENT, read_metrics, train
 from torchtitan.components.data.finetuning.conversation import BrokenSample
 from torchtitan.components.images.prefixes import PrefixForm
@@ -35,19 +33,13 @@ SIZES = [[(40, 56)], [(64, 48), (30, 70)], [(20, 90)]]
 FORM = PrefixForm(image_id=9, begin_id=2, end_id=3, eos_id=4)
 
 
-def template() -> str:
-    """The chat template of docs/images.md."""
-    found = re.findall(r"```jinja\n(.*?)```", (PROJECT / "docs/images.md").read_text(), re.S)
-    return str(next(text for text in found if "PaliGemma" in text))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = vision_folder("paligemma", tmp_path_factory.mktemp("model") / "paligemma")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings = json.dumps(settings | {"bos_token": "<bos>"})
     (folder / "tokenizer_config.json").write_text(settings)
-    (folder / "chat_template.jinja").write_text(template())
+    (folder / "chat_template.jinja").write_text(documented_template("PaliGemma"))
     return folder
 
 

@@ -4,7 +4,6 @@ Source: transformers 5.23.0, models/blip, models/blip_2 and models/git.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.models.transformers.description import class_of
+from torchtitan.models.transformers.description import class_of, forward_arguments
 
 _TYPES = ("blip", "blip-2", "git")
 
@@ -27,8 +26,17 @@ def needs_images(config: Any) -> bool:
     image."""
     if not reads_captions(config):
         return False
-    pixels = inspect.signature(class_of(config)[0].forward).parameters["pixel_values"]
+    pixels = forward_arguments(class_of(config)[0])["pixel_values"]
     return pixels.default is pixels.empty
+
+
+def text_alone_refusal(config: Any) -> str:
+    """Return why a class of which `needs_images` is true computes no text alone."""
+    return (
+        f"model_type {config.model_type} does not compute text alone: its class needs an image, "
+        "pixel_values, for each text; train with --config sft_images or lora_images, and generate "
+        "with --image"
+    )
 
 
 def language_side(model: Any) -> Any:
@@ -41,7 +49,7 @@ def taken(model: Any) -> set[str]:
     """Return the names of the arguments of a class, with positions if only its language model names
     them."""
     parts = (model, language_side(model))
-    own, inner = (set(inspect.signature(part.forward).parameters) for part in parts)
+    own, inner = (set(forward_arguments(part)) for part in parts)
     return own | (inner & {"position_ids"})
 
 

@@ -5,7 +5,6 @@ Source: transformers 5.23.0, models/mllama (`MllamaProcessor`) and models/idefic
 (`IdeficsProcessor`).
 """
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.models.transformers.description import forward_arguments
 from torchtitan.models.transformers.images import absent_images, reads_latest_image
 
 _MASK = "cross_attention_mask"
@@ -21,7 +21,7 @@ _OF_IMAGES = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
 
 def has_cross_attention(model: Any) -> bool:
     """Return whether the decoder of a class reads images in layers of their own."""
-    return _MASK in inspect.signature(model.forward).parameters
+    return _MASK in forward_arguments(model)
 
 
 def cross_attention_layers(model: Any) -> list[nn.Module]:

@@ -2,12 +2,13 @@
 
 import copy
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -231,6 +232,18 @@ def missing_kernels(config: object) -> list[str]:
     source = inspect.getsource(inspect.getmodule(class_of(config)[0]))  # type: ignore[arg-type]
     packages = set(re.findall(r'_with_fallback\("\w+", "(\w+)"\)', source))
     return sorted(package for package in packages if importlib.util.find_spec(package) is None)
+
+
+def forward_arguments(part: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of `forward` of a class, or of one of its models, by name. Each new
+    token of a generated text asks for them."""
+    forward = part.forward
+    return _parameters(getattr(forward, "__func__", forward))
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters(forward: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(forward).parameters
 
 
 def build_class(config: object, implementation: str | dict[str, str] | None = None) -> Any:

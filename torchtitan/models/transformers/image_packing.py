@@ -1,7 +1,6 @@
 """Packed documents with images in a class of transformers, in the fastest way that a trial of a
 tiny clone allows."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from transformers import GenerationMixin, PretrainedConfig
 
 from torchtitan.models.transformers.captions import caption_inputs, reads_captions
 from torchtitan.models.transformers.cross_attention import cross_attention_arguments
+from torchtitan.models.transformers.description import forward_arguments
 from torchtitan.models.transformers.images import image_arguments, token_mask
 from torchtitan.models.transformers.packing import (
     KERNEL,
@@ -105,7 +105,7 @@ def run_with_images(
         inputs |= cross_attention_arguments(model, inputs["input_ids"], inputs)
         inputs |= caption_inputs(model, inputs)
         return model(**inputs, **options)
-    if "position_ids" in inspect.signature(model.forward).parameters:
+    if "position_ids" in forward_arguments(model):
         inputs["position_ids"] = _positions(model, inputs, attention, rows)
     # With a mask, transformers does not look for documents in the positions.
     mask_BL = padding_mask(tokens_BL, attention) if masks_padding else torch.ones_like(tokens_BL)
@@ -245,7 +245,7 @@ class _Trial:
         arguments: dict[str, Tensor] = {}
         if len(features):
             arguments["pixel_values"] = torch.zeros(len(features), 3, 8, 8)
-            if "image_grid_thw" in inspect.signature(self.model.forward).parameters:
+            if "image_grid_thw" in forward_arguments(self.model):
                 size = getattr(self.model.config.vision_config, "spatial_merge_size", 1)
                 grid = torch.tensor([1, 2 * size, 3 * size])
                 arguments["image_grid_thw"] = grid.expand(len(features), -1)

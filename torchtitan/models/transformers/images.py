@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.models.transformers.captions import reads_captions
+from torchtitan.models.transformers.description import forward_arguments
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.images import OF_TOKENS, PLACES, TOKEN_TYPES, ImageInputs
 from torchtitan.tools.device import send
@@ -103,7 +104,7 @@ def train_parts(model: object, trained: list[Part]) -> None:
 def image_arguments(model: Any, images: ImageInputs, dtype: torch.dtype) -> dict[str, Any]:
     """Return the arguments of a class for images, in `dtype`: the type of the weights that read
     them."""
-    accepted = inspect.signature(model.forward).parameters
+    accepted = forward_arguments(model)
     tensors = images.tensors
     if not tensors and reads_latest_image(model):
         tensors = images.blank  # which no token reads
@@ -119,14 +120,14 @@ def image_arguments(model: Any, images: ImageInputs, dtype: torch.dtype) -> dict
 
 def reads_latest_image(model: Any) -> bool:
     """Return whether layers of a class read the latest image before each token, as in Idefics."""
-    return _LATEST in inspect.signature(model.forward).parameters
+    return _LATEST in forward_arguments(model)
 
 
 def has_prefixes(cls: Any, config: Any) -> bool:
     """Return whether the prompts of a class, with tokens of type 0, see both ways, as in
     PaliGemma."""
     text = config.get_text_config(decoder=True)
-    takes_types = TOKEN_TYPES in inspect.signature(cls.forward).parameters
+    takes_types = TOKEN_TYPES in forward_arguments(cls)
     return takes_types and getattr(text, "use_bidirectional_attention", None) is True
 
 
@@ -137,12 +138,11 @@ def absent_images(model: Any, tokens_BL: Tensor) -> dict[str, Tensor]:
     if has_prefixes(type(model), model.config):
         return {TOKEN_TYPES: torch.ones_like(tokens_BL)}
     text = model.config.get_text_config(decoder=True)
-    takes = inspect.signature(model.forward).parameters
     if reads_latest_image(model):
         features = torch.zeros(len(tokens_BL), 1, 1, model.config.vision_config.embed_dim)
         mask_BL1 = torch.zeros_like(tokens_BL)[..., None]
         return {_LATEST: mask_BL1, "image_encoder_embeddings": features.to(tokens_BL.device)}
-    places = [name for name in takes if name.endswith(PLACES)]
+    places = [name for name in forward_arguments(model) if name.endswith(PLACES)]
     if not places:
         return {}
     features = torch.zeros(0, 1, text.hidden_size, device=tokens_BL.device)
@@ -152,7 +152,7 @@ def absent_images(model: Any, tokens_BL: Tensor) -> dict[str, Tensor]:
 def counted_positions(model: Any, ids_BS: Tensor, mask_BS: Tensor) -> Tensor | None:
     """Return the positions that Kosmos's classes give whole texts: from the id of padding on, and
     without tokens of padding, which an answer may have. None for other classes."""
-    if not any(name.endswith(PLACES) for name in inspect.signature(model.forward).parameters):
+    if not any(name.endswith(PLACES) for name in forward_arguments(model)):
         return None
     padding_id = model.config.get_text_config(decoder=True).pad_token_id
     is_counted = (ids_BS != padding_id) * mask_BS

@@ -19,7 +19,12 @@ from torchtitan.models.transformers.balance import (
     records_routers,
     returns_router_loss,
 )
-from torchtitan.models.transformers.captions import language_side, needs_images, reads_captions
+from torchtitan.models.transformers.captions import (
+    language_side,
+    needs_images,
+    reads_captions,
+    text_alone_refusal,
+)
 from torchtitan.models.transformers.context import ClassAttention
 from torchtitan.models.transformers.cross_attention import cross_attention_layers
 from torchtitan.models.transformers.description import build_class, class_of
@@ -126,6 +131,8 @@ class TransformersModel(BaseModel):
 
         def check_training(self) -> None:
             described = self.transformers_config()
+            if not self.reads_images and needs_images(described):
+                raise UserError(text_alone_refusal(described))
             if not self.reads_images and has_prefixes(class_of(described)[0], described):
                 raise UserError(
                     f"the prompts of model_type '{described.model_type}' see both ways, which "
@@ -490,11 +497,7 @@ class TransformersModel(BaseModel):
         """Return the class's outputs and the hidden states of documents. A pipeline stage after the
         first gets hidden states instead of tokens."""
         if needs_images(self.model.config):
-            raise UserError(
-                f"model_type {self.model.config.model_type} does not compute text alone: its class "
-                "needs an image, pixel_values, for each text; train with --config sft_images or "
-                "lora_images, and generate with --image"
-            )
+            raise UserError(text_alone_refusal(self.model.config))
         if self.stage is not None and tokens_BL.is_floating_point():
             self.stage.received = self.packing.scatter(tokens_BL, attention)
             tokens_BL = torch.zeros_like(tokens_BL[..., 0], dtype=torch.long)

@@ -2,7 +2,6 @@
 mechanism."""
 
 import functools
-import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from transformers import PretrainedConfig
 
-from torchtitan.models.transformers.description import build_class
+from torchtitan.models.transformers.description import build_class, forward_arguments
 from torchtitan.models.transformers.images import absent_images
 from torchtitan.models.transformers.per_layer import PerLayer
 
@@ -96,7 +95,7 @@ def text_inputs(model: Any, tokens_BL: torch.Tensor, **optional: Any) -> dict[st
     """Return the arguments of a class for tokens of text: those of `optional` that it takes, and
     types of tokens."""
     optional |= {"use_cache": False, "mm_token_type_ids": torch.zeros_like(tokens_BL)}  # no images
-    takes = inspect.signature(model.forward).parameters
+    takes = forward_arguments(model)
     inputs = {name: value for name, value in optional.items() if name in takes}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
         # The decoder takes it, and would otherwise fill a cache, also when a block is recomputed.
