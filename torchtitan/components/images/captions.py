@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan.components.data.finetuning.conversation import BrokenSample
+from torchtitan.components.data.pretraining.token_cache import around
 from torchtitan.components.tokenizer.interface import Tokenizer
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import read_object
@@ -24,15 +25,10 @@ class CaptionForm:
     token_id: int
     n_tokens: int
     """Tokens of an image in a sample."""
-    begin_ids: list[int]
-    """Ids that the processor puts between the image and the text."""
+    before_caption: list[int]
+    """Ids that the processor puts between the image and a text without a prompt."""
     eos_id: int
     """Id that ends a text without a prompt."""
-
-    @property
-    def before_caption(self) -> list[int]:
-        """Ids between the image and a text without a prompt."""
-        return self.begin_ids
 
     def check(self, ids: np.ndarray) -> None:
         """Raise `BrokenSample` unless rendered `ids` (L,) begin with the image, and have no other
@@ -63,11 +59,12 @@ def find_caption_form(processor: Any, tokenizer: Tokenizer, folder: Path) -> Cap
             f"{name} writes {token!r} for an image, which is not one token of the tokenizer; use "
             "the tokenizer of the published model"
         )
-    begin_ids, end_ids = _around(processor.tokenizer)
-    eos_id = end_ids[0] if end_ids else tokenizer.eos_id
+    bare = list(processor.tokenizer("a", add_special_tokens=False)["input_ids"])
+    before, after = around(bare, list(processor.tokenizer("a")["input_ids"]))
+    eos_id = after[0] if after else tokenizer.eos_id
     if eos_id is None:
         raise UserError(f"{name}: the tokenizer has no EOS, which ends a caption")
-    return CaptionForm(token, token_id, n_tokens, begin_ids, eos_id)
+    return CaptionForm(token, token_id, n_tokens, before, eos_id)
 
 
 def _n_tokens(processor: Any, name: str, folder: Path) -> int:
@@ -87,21 +84,13 @@ def _n_tokens(processor: Any, name: str, folder: Path) -> int:
                 "config.json: num_image_with_embedding is set, so that the class reads the images "
                 "of a video; train a model of another type"
             )
-        vision = {"image_size": 224, "patch_size": 16, **(config["vision_config"] or {})}
-        return int((vision["image_size"] // vision["patch_size"]) ** 2) + 1
+        from transformers import GitVisionConfig
+
+        vision: Any = GitVisionConfig(**(config["vision_config"] or {}))
+        return int((vision.image_size // vision.patch_size) ** 2) + 1
     if processor.num_query_tokens is None:
         raise UserError(
             f"{name}: processor_config.json has no num_query_tokens, the number of tokens of an "
             "image; set it to the num_query_tokens of config.json"
         )
     return int(processor.num_query_tokens)
-
-
-def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the ids that a processor's tokenizer puts before and after a text."""
-    ids = list(tokenizer("")["input_ids"])
-    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    whole = list(tokenizer("a")["input_ids"])
-    begin = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
-    assert whole[:begin] + whole[begin + len(bare) :] == ids
-    return whole[:begin], whole[begin + len(bare) :]

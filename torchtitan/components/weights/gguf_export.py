@@ -195,6 +195,8 @@ def _checked(array: "numpy.ndarray[Any, Any]") -> "numpy.ndarray[Any, Any]":
     import numpy
 
     class Checked(numpy.ndarray):
+        """Writes itself as bytes."""
+
         def tofile(self, file: Any, sep: str = "", format: str = "%s") -> None:
             file.write(numpy.ascontiguousarray(self).data)
 

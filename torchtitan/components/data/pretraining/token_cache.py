@@ -218,7 +218,19 @@ def document_wrapping(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Return the token ids that `Tokenizer.encode_documents` puts before and after a document."""
     [bare] = tokenizer.encode_batch(["a"], add_bos=False, add_eos=False)
     [wrapped] = tokenizer.encode_documents(["a"])
-    begin = next(i for i in range(len(wrapped)) if wrapped[i : i + len(bare)] == bare)
+    return around(bare, wrapped)
+
+
+def around(bare: list[int], wrapped: list[int]) -> tuple[list[int], list[int]]:
+    """Return the token ids of a text before and after those without special tokens. Raise
+    `UserError` if special tokens change these."""
+    begins = [i for i in range(len(wrapped)) if wrapped[i : i + len(bare)] == bare]
+    if not begins:
+        raise UserError(
+            f"the tokenizer reads a text as {bare}, and with special tokens as {wrapped}, so what "
+            "it puts before and after texts is unknown; use another tokenizer"
+        )
+    begin = begins[0]
     return wrapped[:begin], wrapped[begin + len(bare) :]
 
 
