@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.base import Batch
+from torchtitan.components.data.finetuning.prompt_streams import PromptStreamDataLoader
 from torchtitan.components.data.plan.sampler import Array, StepStatistics
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.prompts import ImagePromptDataLoader
@@ -83,10 +84,10 @@ class RatedRolloutTrainer(ReferenceTrainer, RolloutTrainer):
     def try_rewards(self) -> None:
         """Call each reward function, except reward models, with the first row of the data, so that
         a mistake in one ends the run before the models are built."""
-        loader, config = self.config.dataloader, self.config
-        if not isinstance(loader, PromptDataLoader.Config) or not config.rewards:
+        loader, config = self.dataloader, self.config
+        if not isinstance(loader, PromptDataLoader | PromptStreamDataLoader) or not config.rewards:
             return
-        if found := loader.first_prompt(self.tokenizer):
+        if found := loader.first_prompt():
             where, encoded = found
             _, row = json.loads(encoded.answer or "")
             prompt = self.tokenizer.decode(encoded.ids.tolist(), skip_special_tokens=True)

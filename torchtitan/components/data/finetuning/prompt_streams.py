@@ -3,8 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+from torchtitan.components.data.finetuning.chat_encoding import EncodedRow
 from torchtitan.components.data.finetuning.prompt_position import PromptPosition
+from torchtitan.components.data.finetuning.row_batches import BatchEncoder
 from torchtitan.components.data.finetuning.streams import RowStreamDataLoader
+from torchtitan.components.data.sources.rows import Row
+from torchtitan.components.data.sources.source import StreamSource
 from torchtitan.tools.digests import digest_of
 
 
@@ -17,6 +21,21 @@ class PromptStreamDataLoader(PromptPosition, RowStreamDataLoader):
         readers."""
         layout = self._layout
         return digest_of([self._batches.fingerprint, layout.dp_world_size, layout.num_workers])
+
+    def first_prompt(self) -> tuple[str, EncodedRow] | None:
+        """Return the location and content of the prompt in the first row; None if it has none."""
+        config = self.config
+        source, format = config.rows()[0]
+        row = (
+            Row(f"{source.name}, row 1", source.first_row(source.open_rows))
+            if isinstance(source, StreamSource)
+            else next(iter(source.rows(lambda _: None)))
+        )
+        encoder = BatchEncoder(
+            format, config.encoder(self._tokenizer, self.template), config.filters()
+        )
+        found = [one for one in encoder.results(row) if isinstance(one, EncodedRow)]
+        return (row.where, found[0]) if found else None
 
     def read_ahead(self, n_prompts: int) -> None:
         """Prompts of streams may be read any time ahead: steps do not change their order."""

@@ -17,13 +17,9 @@ from torchtitan.components.data.finetuning.chat_encoding import (
 from torchtitan.components.data.finetuning.conversation import Prompt, Sample
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.prompt_position import PromptPosition
-from torchtitan.components.data.finetuning.row_batches import BatchEncoder
 from torchtitan.components.data.finetuning.row_formats import Kind
 from torchtitan.components.data.finetuning.samples import Windows
 from torchtitan.components.data.plan import Snapshot
-from torchtitan.components.data.sources.rows import Row
-from torchtitan.components.data.sources.source import StreamSource
-from torchtitan.components.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from torchtitan.components.data.finetuning.prompt_streams import PromptStreamDataLoader
@@ -65,23 +61,6 @@ class PromptDataLoader(PromptPosition, PlannedDataLoader):
         """Prompts longer than the sequence length: drop, truncate_left (keeps the end), or
         error."""
 
-        def first_prompt(self, tokenizer: Tokenizer) -> tuple[str, EncodedRow] | None:
-            """Return the location and content of the first prompt, without a loader; None if the
-            first row of a stream has none."""
-            template = self.find_template(tokenizer)
-            if self.stream == "none":
-                cache = self.open_caches(tokenizer, template)[0]
-                return cache.describe(0), cache.sample(0)
-            source, format = self.rows()[0]
-            row = (
-                Row(f"{source.name}, row 1", source.first_row(source.open_rows))
-                if isinstance(source, StreamSource)
-                else next(iter(source.rows(lambda _: None)))
-            )
-            encoder = BatchEncoder(format, self.encoder(tokenizer, template), self.filters())
-            found = [one for one in encoder.results(row) if isinstance(one, EncodedRow)]
-            return (row.where, found[0]) if found else None
-
     config: Config
     kind: ClassVar[Kind] = "prompt"
     encoder_class: ClassVar[type[RowEncoder]] = PromptRowEncoder
@@ -103,6 +82,11 @@ class PromptDataLoader(PromptPosition, PlannedDataLoader):
         prompts = [window[0].ids.tolist() if window else [] for window in windows]
         images = [list(window[0].images) if window else [] for window in windows]
         return {"prompts": prompts, "answers": answers, "rows": rows, "prompt_images": images}
+
+    def first_prompt(self) -> tuple[str, EncodedRow]:
+        """Return the location and content of the first prompt of the data."""
+        data = self.samples.sets[0]
+        return data.describe(0), data.sample(0)
 
     def read_ahead(self, n_prompts: int) -> None:
         """Let up to `n_prompts` of later steps be read before a step ends, whose statistics then
