@@ -23,7 +23,7 @@ from tests.vision_types import VOCABULARY
 from tests.vision_types_leading import LEADING_TYPES, PLACING_TYPES
 from torchtitan.components.images.encoder import encode_prompt
 from torchtitan.components.images.files import ImageOpener
-from torchtitan.components.images.leading import LeadingForm
+from torchtitan.components.images.forms.leading import LeadingTokens as LeadingForm
 from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.images.reader import ImageReader
 from torchtitan.components.tokenizer import PretrainedTokenizer

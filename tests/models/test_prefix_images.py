@@ -23,7 +23,7 @@ from tests.models.test_images import (
 from tests.tiny_vision import documented_template, reference_processor, vision_folder
 from tests.training import ABSENT, read_metrics, train
 from torchtitan.components.data.finetuning.conversation import BrokenSample
-from torchtitan.components.images.prefixes import PrefixForm
+from torchtitan.components.images.forms.prefix import PrefixText as PrefixForm
 from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.tools.errors import UserError
 

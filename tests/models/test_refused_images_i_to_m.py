@@ -16,7 +16,8 @@ from tests.models.test_images import options, write_rows
 from tests.tiny_vision import vision_folder
 from tests.training import train
 from tests.vision_types import llava
-from torchtitan.components.images.processor import ImageProcessor, _warn_of_beginning
+from torchtitan.components.images.forms.plain import warn_of_beginning
+from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import UserError
 
@@ -107,7 +108,7 @@ def test_type_that_reads_text_only_is_refused(source: Path, tmp_path: Path) -> N
 def test_a_processor_that_adds_a_token_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _warn_of_beginning.cache_clear()
+    warn_of_beginning.cache_clear()
     names = ("im_patch", "im_col", "im_start", "low_res_im_start", "im_end", "im_low")
     tokens = {f"<{name}>": f"<{name}>" for name in (*names, "frame_start", "frame_end")}
     tokens |= {"image_token": "<|image|>", "video_token": "<|video|>"}

@@ -217,7 +217,9 @@ def test_tokens_of_images_in_a_text_break_its_row(
     folder = vision_folder("gemma3", tmp_path_factory.mktemp("gemma3"))
     tokenizer = PretrainedTokenizer.Config().build(path=folder)
     processor = processor_of(tokenizer)
-    [token] = set(range(tokenizer.vocab_size)) & set(processor._image_ids) - {processor.token_id}
+    [token] = set(range(tokenizer.vocab_size)) & set(processor.form.image_ids) - {
+        processor.token_id
+    }
     append(rows, f"What is {tokenizer.decode([token])}?")
     report = build(rows, tokenizer, broken="drop").samples.sets[0].report
     assert report.kept == 4

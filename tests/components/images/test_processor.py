@@ -22,7 +22,8 @@ from tests.tiny_vision import (
     text_of,
     vision_folder,
 )
-from torchtitan.components.images.processor import ImageProcessor, _warn_of_beginning
+from torchtitan.components.images.forms.plain import warn_of_beginning
+from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import UserError
 
@@ -225,7 +226,7 @@ def test_a_token_before_each_text_is_warned_of_once(
     model_type: str, folders: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = folders(model_type)
-    _warn_of_beginning.cache_clear()
+    warn_of_beginning.cache_clear()
     for _ in range(2):
         ImageProcessor.from_folder(folder, PretrainedTokenizer.Config().build(path=folder))
     assert caplog.text.count("begins each text with") == 1
@@ -236,7 +237,8 @@ def test_threads_keep_their_texts(folders: Any, monkeypatch: pytest.MonkeyPatch)
     folder = folders("qwen3_vl")
     processor = ImageProcessor.from_folder(folder, PretrainedTokenizer.Config().build(path=folder))
     expected = processor.replacements([(64, 48)])
-    call, is_first = processor._call, [True]
+    opened = processor.form.opened
+    call, is_first = opened.call, [True]
 
     def call_beside_another(*args: Any, **options: Any) -> Any:
         outputs = call(*args, **options)
@@ -246,6 +248,6 @@ def test_threads_keep_their_texts(folders: Any, monkeypatch: pytest.MonkeyPatch)
             other.join()
         return outputs
 
-    monkeypatch.setattr(processor, "_call", call_beside_another)
-    processor._cached.cache_clear()
+    monkeypatch.setattr(opened, "call", call_beside_another)
+    processor.form._cached.cache_clear()
     assert processor.replacements([(64, 48)]) == expected

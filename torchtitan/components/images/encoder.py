@@ -20,7 +20,6 @@ from torchtitan.components.data.finetuning.conversation import (
     Text,
 )
 from torchtitan.components.data.finetuning.sft import ConversationEncoder
-from torchtitan.components.data.pretraining.token_cache import document_wrapping
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.images.reader import ImageReader
@@ -70,13 +69,8 @@ class ImageEncoder(ConversationEncoder):
             return BrokenSample(
                 "its text has special tokens, which a text with images cannot have; remove them"
             )
-        before, after = document_wrapping(self._tokenizer)
-        if form := self._processor.prefix_form or self._processor.caption_form:
-            n_images = len(sample.images)
-            before = [*found[:n_images], *form.before_caption]
-            found = found[n_images:]
-            after = [form.eos_id]
-        ids = np.array([*before, *found, *after], dtype=np.int64)
+        before, rest = self._processor.form.document(found, len(sample.images))
+        ids = np.array([*before, *rest], dtype=np.int64)
         trained = np.ones(len(ids), dtype=bool)
         trained[: len(before)] = False
         return [EncodedRow((EncodedSample(ids, trained),))]
@@ -141,10 +135,9 @@ class ImageTokens:
             raise BrokenSample(str(error)) from error
 
     def _expand_sample(self, part: EncodedSample, images: Sequence[ImageFile]) -> EncodedSample:
-        form = self._processor.prefix_form
+        form = self._processor.form
         if not images:
-            if form is not None:
-                form.check(part.ids, part.trained)
+            form.check(part.ids, part.trained)
             return part
         places = np.flatnonzero(part.ids == self._processor.token_id)
         if places[-1] == len(part.ids) - 1:
@@ -158,8 +151,7 @@ class ImageTokens:
                 "the text next to an image is trained, but its tokens depend on the image; with "
                 "this model, train on turns of the assistant only"
             )
-        if form is not None:
-            form.check(ids, trained)
+        form.check(ids, trained)
         return part._replace(ids=ids, trained=trained)
 
     def expand(
@@ -211,14 +203,14 @@ class ImageTokens:
             if again != old or text.count(self._processor.token) != n_images:
                 raise BrokenSample("the text next to an image has other tokens if read again")
             spans.append((first, last))
-            new.append(self._processor.read(text, sizes, n_read))
+            new.append(self._processor.form.read(text, sizes, n_read))
             n_read += n_images
         return spans, new
 
 
 def _reject_image_tokens(processor: ImageProcessor, ids: np.ndarray) -> None:
     """Raise `BrokenSample` if a rendered text has tokens of images besides placeholders."""
-    is_image = np.isin(ids, list(processor.image_ids)) & (ids != processor.token_id)
+    is_image = np.isin(ids, list(processor.form.image_ids)) & (ids != processor.token_id)
     if is_image.any():
         raise BrokenSample("its text has tokens that stand for parts of images; remove them")
 
@@ -244,8 +236,7 @@ def expand_prompt(
         )
     sizes = [(image.width, image.height) for image in images]
     expanded, _ = ImageTokens(processor, tokenizer).expand(rendered, sizes)
-    if processor.prefix_form is not None:
-        processor.prefix_form.check(expanded, None)
+    processor.form.check(expanded, None)
     return expanded
 
 

@@ -9,13 +9,17 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from torchtitan.components.images.opened import ClassProcessor
 from torchtitan.components.images.placing import CHANGES
 from torchtitan.tools.errors import UserError, in_words
 from torchtitan.tools.files import read_object
+
+if TYPE_CHECKING:
+    from transformers.processing_utils import ProcessorMixin
 
 BackEnd = Literal["auto", "pillow", "torchvision"]
 
@@ -78,7 +82,7 @@ def back_end_of(image_processor: object) -> str:
     return "torchvision" if "TorchvisionBackend" in bases else "pillow"
 
 
-def _processor_class(folder: Path) -> Any:
+def _processor_class(folder: Path) -> "type[ProcessorMixin]":
     """Return the class that the folder's files name, or else the class of its model_type."""
     from transformers.models.auto import processing_auto
     from transformers.processing_utils import ProcessorMixin
@@ -93,7 +97,7 @@ def _processor_class(folder: Path) -> Any:
             f"'{folder}' names no processor_class, and transformers has none for its model_type "
             f"'{model_type}'"
         )
-    cls: Any = processing_auto.processor_class_from_name(names[0])
+    cls = processing_auto.processor_class_from_name(names[0])
     if getattr(cls, "is_dummy", False):
         return pixtral_class() if names[0] == "PixtralProcessor" else cls
     if not isinstance(cls, type) or not issubclass(cls, ProcessorMixin):
@@ -106,7 +110,7 @@ def _processor_class(folder: Path) -> Any:
     return cls
 
 
-def _check_parts(cls: Any) -> None:
+def _check_parts(cls: "type[ProcessorMixin]") -> None:
     """Raise `UserError` if a class does not read images, or images together with their text."""
     parts = cls.get_attributes()
     if "image_processor" not in parts:
@@ -118,7 +122,7 @@ def _check_parts(cls: Any) -> None:
         )
 
 
-def pixtral_class() -> Any:
+def pixtral_class() -> "type[ProcessorMixin]":
     """Return Mistral 3's class, which transformers does not offer without torchvision: its module
     imports a function from the module of the torchvision back end; the module of Pillow's has it
     as well."""
@@ -128,12 +132,13 @@ def pixtral_class() -> Any:
     )
     try:
         module = importlib.import_module("transformers.models.pixtral.processing_pixtral")
-        return module.PixtralProcessor
+        found: type[ProcessorMixin] = module.PixtralProcessor
+        return found
     finally:
         del sys.modules[replaced]
 
 
-def open_processor(folder: Path, back_end: BackEnd) -> Any:
+def open_processor(folder: Path, back_end: BackEnd) -> ClassProcessor:
     """Build the processor of a folder from its image processor and tokenizer. `AutoProcessor` also
     wants processors of videos and sounds, which need other packages."""
     preferred = preferred_back_end(back_end)
@@ -153,11 +158,12 @@ def open_processor(folder: Path, back_end: BackEnd) -> Any:
         }
         _skip_package_of_videos(cls)
         changes = [CHANGES[cls.__name__]] if cls.__name__ in CHANGES else []
-        images_only: Any = type(cls.__name__, (_ImagesOnly, *changes, cls), {})
+        images_only: type[ProcessorMixin] = type(cls.__name__, (_ImagesOnly, *changes, cls), {})
         arguments = [parts.get(name, _ABSENT.get(name)) for name in cls.get_attributes()]
-        return images_only.from_args_and_dict(
+        processor: ClassProcessor = images_only.from_args_and_dict(
             arguments, read_object(folder / "processor_config.json")
         )
+        return processor
     except Exception as error:  # classes raise various types
         if "torchvision" in str(error) and not _has_torchvision():
             raise UserError(
@@ -196,12 +202,12 @@ class _ImagesOnly:
     def replacements(self, texts: Sequence[str]) -> None:
         _latest.replacements = texts
 
-    def get_text_with_replacements(self, *args: Any, **kwargs: Any) -> Any:
+    def get_text_with_replacements(self, *args: object, **kwargs: object) -> tuple[object, ...]:
         result = super().get_text_with_replacements(*args, **kwargs)  # type: ignore[misc]
         self.replacements = [one["replacement"] for sample in result[1] for one in sample]
         return result
 
-    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> object:
+    def check_argument_for_proper_class(self, argument_name: str, argument: object) -> object:
         if argument is None or isinstance(argument, _NoVideos):
             return None
         return super().check_argument_for_proper_class(  # type: ignore[misc]
@@ -209,7 +215,7 @@ class _ImagesOnly:
         )
 
 
-def _skip_package_of_videos(cls: Any) -> None:
+def _skip_package_of_videos(cls: "type[ProcessorMixin]") -> None:
     """SmolVLM's class refuses to be built without num2words, which it uses for videos only."""
     names = cls.__init__.__globals__
     if names.get("num2words", ...) is None:

@@ -1,7 +1,8 @@
 """Changes to processors that place images themselves, so that texts place them."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+
+from torchtitan.components.images.opened import ClassTokenizer, Outputs
 
 
 class _Idefics:
@@ -9,20 +10,19 @@ class _Idefics:
     of its own. The call of the class makes the mask of images of token ids."""
 
     image_token = "<image>"
-    tokenizer: Any
-    image_processor: Any
+    tokenizer: ClassTokenizer
+    image_processor: Callable[..., object]
     replacements: Sequence[str]
 
     def __call__(
         self,
-        images: Sequence[Any],
+        images: Sequence[object],
         text: Sequence[str],
-        images_kwargs: Mapping[str, Any] | None = None,
-        text_kwargs: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        from transformers.image_utils import make_flat_list_of_images
-
-        flat: list[Any] = make_flat_list_of_images(list(images))  # type: ignore[assignment]
+        images_kwargs: Mapping[str, object] | None = None,
+        text_kwargs: Mapping[str, object] | None = None,
+    ) -> Outputs:
+        nested = [each if isinstance(each, list) else [each] for each in images]
+        flat = [image for sample in nested for image in sample]
         options = {"return_tensors": "pt", **(images_kwargs or {})}
         outputs = self.tokenizer(list(text), **{"add_special_tokens": False, **(text_kwargs or {})})
         self.replacements = [self.image_token] * len(flat)

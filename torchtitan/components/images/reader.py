@@ -24,19 +24,20 @@ class ImageReader:
     @property
     def image_ids(self) -> frozenset[int]:
         """Ids of the tokens of images, which no answer may contain."""
-        return self._processor.image_ids
+        return self._processor.form.image_ids
 
     def inputs(self, images: Sequence[Sequence["Image"]], tokens_BL: Tensor) -> ImageInputs:
         """Return the inputs of rows of tokens with these decoded images, on the host."""
         ids = tokens_BL.numpy()
-        types, more_types = self._processor.token_types(ids), self._processor.more_types(ids)
+        form = self._processor.form
+        more = form.more_types(ids)
         has_images = any(images)
         return ImageInputs(
             tensors=self._processor.inputs(images) if has_images else {},
             n_images=sum(map(len, images)),
             blank={} if has_images else self._processor.blank_inputs(),
-            token_types_BL=torch.from_numpy(types),
-            more_types={name: torch.from_numpy(each) for name, each in more_types.items()},
+            token_types_BL=torch.from_numpy(form.token_types(ids)),
+            more_types={name: torch.from_numpy(each) for name, each in more.items()},
         )
 
     def check(self, tokens: Sequence[int], images: Sequence[ImageFile]) -> None:

@@ -110,7 +110,7 @@ class RewardModel:
         [own, ids] = self._tokenizer.tokenize([completion, text], allow_special=True)
         part = EncodedSample(np.array(ids), np.zeros(len(ids), bool))
         if self._processor:
-            if not {*self._processor.image_ids, self._processor.token_id}.isdisjoint(own):
+            if not {*self._processor.form.image_ids, self._processor.token_id}.isdisjoint(own):
                 return None
             with errors_of(f"reward_model={self._folder}"):
                 tokens = ImageTokens(self._processor, self._tokenizer)

@@ -2,18 +2,20 @@
 PaliGemma's."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Self
 
 import numpy as np
 
 from torchtitan.components.data.finetuning.conversation import BrokenSample
-from torchtitan.components.tokenizer.interface import Tokenizer
+from torchtitan.components.images.forms.plain import PlainForm
+from torchtitan.components.images.opened import Opened, noise
+from torchtitan.protocols.images import TOKEN_TYPES
 
 
 @dataclass(frozen=True)
-class PrefixForm:
-    """Texts of images, BOS, a prompt of one line, and the answer. Tokens before the answer see each
-    other both ways."""
+class PrefixText:
+    """A text of images, BOS, a prompt of one line, and the answer. Tokens before the answer see
+    each other both ways."""
 
     image_id: int
     begin_id: int
@@ -21,11 +23,6 @@ class PrefixForm:
     """The line break that ends a prompt."""
     eos_id: int
     """EOS, which ends an answer."""
-
-    @property
-    def before_caption(self) -> list[int]:
-        """Ids between images and a text without a prompt."""
-        return [self.begin_id, self.end_id]
 
     def token_types(self, ids: np.ndarray) -> np.ndarray:
         """Return 0 for the tokens of images and prompts, and 1 for those of answers and padding,
@@ -63,13 +60,40 @@ class PrefixForm:
             )
 
 
-def find_prefix_form(processor: Any, tokenizer: Tokenizer, image: Any) -> PrefixForm | None:
-    """Return the form of a processor's texts if it divides them into a prompt and its answer, as a
-    trial shows; None if it does not, or in another way."""
+class PrefixForm(PlainForm):
+    """The processor divides texts, as a trial shows."""
+
+    divides_texts = True
+    text: PrefixText
+
+    @classmethod
+    def find(cls, opened: Opened) -> Self | None:
+        text = _find_text(opened)
+        if text is None:
+            return None
+        form = cls(opened, opened.token)
+        form.text = text
+        return form if form.try_images() else None
+
+    def document(self, ids: list[int], n_images: int) -> tuple[list[int], list[int]]:
+        before = [*ids[:n_images], self.text.begin_id, self.text.end_id]  # an empty prompt
+        return before, [*ids[n_images:], self.text.eos_id]
+
+    def check(self, ids: np.ndarray, trained: np.ndarray | None) -> None:
+        self.text.check(ids, trained)
+
+    def more_types(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        return super().more_types(ids) | {TOKEN_TYPES: self.text.token_types(ids)}
+
+
+def _find_text(opened: Opened) -> PrefixText | None:
+    """Return how a processor divides a text into a prompt and its answer; None if it does not, or
+    in another way."""
+    tokenizer, token = opened.tokenizer, opened.token
     try:
-        outputs = processor(
-            images=[[image]],
-            text=[f"{processor.image_token}q"],
+        outputs = opened.processor(
+            images=[noise()[:1]],
+            text=[f"{token}q"],
             suffix=["a"],
             text_kwargs={"return_tensors": None},
         )
@@ -78,9 +102,8 @@ def find_prefix_form(processor: Any, tokenizer: Tokenizer, image: Any) -> Prefix
     if not {"labels", "token_type_ids"} <= outputs.keys():
         return None
     [ids], [types] = outputs["input_ids"], outputs["token_type_ids"]
-    image_ids, q_ids, a_ids, line_ids = tokenizer.tokenize(
-        [processor.image_token, "q", "a", "\n"], allow_special=True
-    )
+    texts = [token, "q", "a", "\n"]
+    image_ids, q_ids, a_ids, line_ids = tokenizer.tokenize(texts, allow_special=True)
     begin_id, eos_id = tokenizer.bos_id, tokenizer.eos_id
     if begin_id is None or eos_id is None or len(image_ids) != 1 or len(line_ids) != 1:
         return None
@@ -89,4 +112,4 @@ def find_prefix_form(processor: Any, tokenizer: Tokenizer, image: Any) -> Prefix
     answer = [*a_ids, eos_id]
     if list(ids) != prompt + answer or list(types) != [0] * len(prompt) + [1] * len(answer):
         return None
-    return PrefixForm(image_ids[0], begin_id, line_ids[0], eos_id)
+    return PrefixText(image_ids[0], begin_id, line_ids[0], eos_id)
