@@ -47,11 +47,19 @@ def smoothing(migration: Migration, key: str) -> None:
         migration.change(key, "", **named)
 
 
-def select(migration: Migration, method: str, *, adapters: bool, in_4_bits: bool = False) -> None:
+def select(
+    migration: Migration,
+    method: str,
+    *,
+    adapters: bool,
+    in_4_bits: bool = False,
+    images: bool = False,
+) -> None:
     """Choose the configuration of a method, and list adapters if it has none. Batches of pairs
     count pairs there, and so are not packed here, except KTO's, which need several answers."""
     chosen = _SELECTIONS[method]
     migration.module, migration.config = chosen.module, chosen.config
+    migration.reads_images = images
     if adapters:
         migration.config = chosen.adapted or chosen.config
         if method == "sft" and in_4_bits:
@@ -67,7 +75,7 @@ def select(migration: Migration, method: str, *, adapters: bool, in_4_bits: bool
         for key in migration.keys():
             if key.startswith(_ADAPTER_KEYS):
                 if adapters:
-                    migration.miss(key, f"{migration.config} trains whole models")
+                    migration.miss(key, f"{migration.config_name} trains whole models")
                 else:
                     migration.drop(key, "whole models are trained")
 
@@ -77,9 +85,9 @@ def note_adapters(migration: Migration, key: str, *, wanted: bool) -> None:
     if not wanted:
         migration.drop(key, "it is off")
     elif migration.has_adapters:
-        migration.change(key, f"--module {migration.module} --config {migration.config}")
+        migration.change(key, f"--module {migration.module} --config {migration.config_name}")
     else:
-        migration.miss(key, f"{migration.config} trains whole models")
+        migration.miss(key, f"{migration.config_name} trains whole models")
 
 
 def note_bits(migration: Migration, key: str, *, bits: int) -> None:
@@ -87,9 +95,9 @@ def note_bits(migration: Migration, key: str, *, bits: int) -> None:
     if not bits:
         migration.drop(key, "it is off")
     elif bits == 4 and migration.config == "qlora":
-        migration.change(key, "--config qlora")
+        migration.change(key, f"--config {migration.config_name}")
     elif bits == 4 or not migration.has_adapters:
-        migration.miss(key, f"weights of {migration.config} are not kept in {bits} bits")
+        migration.miss(key, f"weights of {migration.config_name} are not kept in {bits} bits")
     else:
         migration.miss(key, "frozen weights are kept in 16 bits, or in 4 with --config qlora")
 

@@ -101,18 +101,28 @@ def _select(migration: Migration) -> str:
         raise UserError(f"adapter {adapter}: adapters here are lora and qlora")
     if loss is not None and loss not in _METHODS:
         raise UserError(f"rl {loss}: methods here are {', '.join(_METHODS)}")
+    if migration.get("process_reward_model"):
+        raise UserError(
+            "process_reward_model: reward models here rate whole answers, and no steps; "
+            "reward_model: true is such a model"
+        )
     method = "reward" if migration.get("reward_model") else _METHODS.get(loss, "sft")
     in_4_bits = adapter == "qlora" or bool(adapter and migration.get("load_in_4bit"))
-    alignment.select(migration, method, adapters=bool(adapter), in_4_bits=in_4_bits)
+    images = migration.get("processor_type") is not None
+    alignment.select(migration, method, adapters=bool(adapter), in_4_bits=in_4_bits, images=images)
+    if images:
+        migration.change(
+            "processor_type", f"--module {migration.module} --config {migration.config_name}"
+        )
     if method == "sft" and not adapter and migration.get("pretraining_dataset") is not None:
         migration.config = "pretrain"
     for key in ("rl", "reward_model"):
         if migration.get(key):
-            migration.change(key, f"--module {migration.module} --config {migration.config}")
+            migration.change(key, f"--module {migration.module} --config {migration.config_name}")
         elif migration.get(key) is not None:
             migration.drop(key, "it is off")
     if adapter == "qlora" and migration.config != "qlora":
-        migration.miss("adapter", f"weights of {migration.config} are not kept in 4 bits")
+        migration.miss("adapter", f"weights of {migration.config_name} are not kept in 4 bits")
     elif adapter is not None:
         alignment.note_adapters(migration, "adapter", wanted=bool(adapter))
     for key, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)):
@@ -265,6 +275,25 @@ def _held_out(migration: Migration) -> list[str]:
     return []
 
 
+def _labels(migration: Migration, key: str) -> None:
+    if migration.module == "reward" and migration.get(key) == 1:
+        migration.drop(key, "a reward model has one score")
+    else:
+        migration.miss(key, "no configuration classifies texts")
+
+
+def _reshard(migration: Migration, key: str) -> None:
+    value = "always" if migration.get(key) else "never"
+    migration.take(key, "parallelism.fsdp_reshard_after_forward", value)
+
+
+def _full_recompute(migration: Migration, key: str) -> None:
+    if migration.get(key):
+        migration.take(key, "activation_checkpoint.mode", "full")
+    else:
+        migration.drop(key, "gradient_checkpointing sets it")
+
+
 def _early_stopping(migration: Migration, key: str) -> None:
     migration.change(
         key,
@@ -319,10 +348,31 @@ RULES: Mapping[str, Rule] = {
         for prefix in ("", "fsdp_")
         for name in _SHARDING_KEYS
     },
+    **dict.fromkeys(
+        ("fsdp_config.reshard_after_forward", "fsdp_config.fsdp_reshard_after_forward"), _reshard
+    ),
+    **dict.fromkeys(
+        ("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing"),
+        _full_recompute,
+    ),
+    "fsdp_version": unneeded(hugging_face.SHARDING),
+    "dp_shard_size": to("parallelism.data_parallel_shard_degree", int),
+    "dp_replicate_size": to("parallelism.data_parallel_replicate_degree", int),
     "fsdp_config.fsdp_offload_params": to("training.enable_cpu_offload"),
     "fsdp_config.offload_params": to("training.enable_cpu_offload"),
     "rpo_alpha": missing("write the sum of both losses: loss.kind mix, loss.mix dpo=1 sft=WEIGHT"),
     "dpo_use_weighting": missing("pairs have equal weights"),
+    "kto_desirable_weight": to("loss.desirable_weight", float),
+    "kto_undesirable_weight": to("loss.undesirable_weight", float),
+    "num_labels": _labels,
+    "use_mlflow": to("metrics.enable_mlflow"),
+    "mlflow_tracking_uri": missing("set MLFLOW_TRACKING_URI in the environment"),
+    "mlflow_experiment_name": missing("set MLFLOW_EXPERIMENT_NAME in the environment"),
+    "save_first_step": to("checkpoint.enable_first_step_checkpoint"),
+    "auto_resume_from_checkpoints": unneeded("a run with the same --dump_folder resumes"),
+    "eot_tokens": missing("turns end as the chat template has it; see --dataloader.chat_template"),
+    "embedding_lr": missing("a group of parameters has a rate of its own: param_groups"),
+    "lr_groups": missing("a group of parameters has a rate of its own: param_groups"),
     "wandb_project": _wandb,
     "wandb_entity": _wandb,
     "wandb_name": _wandb,
@@ -370,6 +420,9 @@ RULES: Mapping[str, Rule] = {
     "liger_glu_activation": _FASTER,
     "liger_layer_norm": _FASTER,
     "liger_fused_linear_cross_entropy": _FASTER,
+    "cut_cross_entropy": _FASTER,
+    "chunked_cross_entropy": _FASTER,
+    "skip_prepare_dataset": unneeded("images are read as they are trained"),
     "strict": unneeded("unknown options are always refused"),
     "debug": unneeded("it is off"),
     "local_rank": unneeded("the launcher sets it"),

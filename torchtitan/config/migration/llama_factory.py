@@ -40,6 +40,13 @@ _PREFERENCE_LOSSES = {
     "orpo": "orpo",
     "simpo": "simpo",
 }
+_FROZEN = {
+    "freeze_language_model": "language",
+    "freeze_multi_modal_projector": "projector",
+    "freeze_vision_tower": "vision",
+}
+"""Key → the part of a model that reads images."""
+
 _COLUMNS = {
     "prompt": "instruction",
     "query": "input",
@@ -49,6 +56,7 @@ _COLUMNS = {
     "chosen": "chosen",
     "rejected": "rejected",
     "messages": "conversations",
+    "images": "images",
 }
 
 
@@ -84,7 +92,15 @@ def _select(migration: Migration) -> str:
     if stage not in _LISTED:
         raise UserError(f"stage {stage}: here are pt, sft, rm, dpo and kto")
     in_4_bits = bits is not None and int(bits) <= 4
-    alignment.select(migration, _LISTED[stage], adapters=kind == "lora", in_4_bits=in_4_bits)
+    alignment.select(
+        migration,
+        _LISTED[stage],
+        adapters=kind == "lora",
+        in_4_bits=in_4_bits,
+        images=_reads_images(migration),
+    )
+    if migration.reads_images:
+        _parts(migration)
     if stage == "pt" and kind == "full":
         migration.config = "pretrain"
     elif stage == "dpo":
@@ -92,14 +108,39 @@ def _select(migration: Migration) -> str:
     elif stage == "kto":
         migration.take("pref_beta", "loss.beta", float(migration.get("pref_beta")))
         migration.drop("pref_loss", "KTO has a loss of its own")
-    migration.change("stage", f"--module {migration.module} --config {migration.config}")
+    migration.change("stage", f"--module {migration.module} --config {migration.config_name}")
     if kind == "lora":
         alignment.note_adapters(migration, "finetuning_type", wanted=True)
     else:
-        migration.change("finetuning_type", f"--config {migration.config}")
+        migration.change("finetuning_type", f"--config {migration.config_name}")
     if bits is not None:
         alignment.note_bits(migration, "quantization_bit", bits=int(bits))
     return stage
+
+
+def _reads_images(migration: Migration) -> bool:
+    """Return whether the file sets what only models that read images have, or a dataset has a
+    column of images."""
+    found = _known_datasets(migration)
+    entries = [found[name][0] for name in _names(migration, "dataset") if name in found]
+    has_column = any("images" in (entry.get("columns") or {}) for entry in entries)
+    template = str(migration.get("template"))
+    return (
+        has_column
+        or any(migration.get(key) is not None for key in ("image_max_pixels", *_FROZEN))
+        or template.endswith("_vl")
+        or template.startswith("llava")
+    )
+
+
+def _parts(migration: Migration) -> None:
+    """Set the parts to train: without options, the language model alone."""
+    frozen = {key: migration.get(key, key != "freeze_language_model") for key in _FROZEN}
+    parts = [part for key, part in _FROZEN.items() if not frozen[key]]
+    migration.set(model__train=parts)
+    for key in _FROZEN:
+        if migration.get(key) is not None:
+            migration.take(key, "model.train", parts)
 
 
 def _preference_loss(migration: Migration) -> None:
@@ -172,7 +213,7 @@ def _sources(migration: Migration, key: str) -> tuple[list[str], list[str], set[
     names: list[str] = []
     unknown: list[str] = []
     columns: set[str] = set()
-    for name in as_list(migration.get(key) or []):
+    for name in _names(migration, key):
         if name not in found:
             unknown.append(name)
             names.append(name)
@@ -190,6 +231,10 @@ def _sources(migration: Migration, key: str) -> tuple[list[str], list[str], set[
             if ours in _COLUMNS and theirs != _COLUMNS[ours]
         }
     return names, unknown, columns
+
+
+def _names(migration: Migration, key: str) -> list[str]:
+    return [str(name) for name in as_list(migration.get(key) or [])]
 
 
 def _known_datasets(migration: Migration) -> dict[str, tuple[dict[str, Any], Path]]:
@@ -241,6 +286,11 @@ def _held_out(migration: Migration) -> list[str]:
 RULES: Mapping[str, Rule] = {
     **hugging_face.RULES,
     "cutoff_len": to("training.seq_len", int),
+    **dict.fromkeys(
+        ("image_max_pixels", "image_min_pixels"),
+        missing("preprocessor_config.json in the model's folder has the sizes of images"),
+    ),
+    "video_max_pixels": missing("models are trained on texts and images, not on videos"),
     "max_samples": missing("the data is read in full; write the first rows to a file"),
     "adapter_name_or_path": to("model_converters.lora.adapter_path"),
     "additional_target": missing("adapt them with --model_converters.lora.include"),

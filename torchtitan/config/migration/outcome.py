@@ -26,6 +26,9 @@ class Row(NamedTuple):
     """Our options with their values, and the reason of a change."""
 
 
+IMAGES = "_images"
+"""End of the names of configurations for models that read images."""
+
 _SAME = object()
 _HUB_NAME = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
 _SPLIT = re.compile(r"[\w.-]+")
@@ -55,6 +58,7 @@ class Migration:
         self.devices = devices
         self.command = command
         self.module, self.config = "auto", "sft"
+        self.reads_images = False
         self.options: dict[str, Any] = {}
         self.rows: list[Row] = []
         self.commands: list[str] = []
@@ -63,7 +67,14 @@ class Migration:
     @property
     def has_adapters(self) -> bool:
         """True if the chosen configuration trains adapters."""
-        return "lora" in self.config
+        return "lora" in self.config_name
+
+    @property
+    def config_name(self) -> str:
+        """Name of the chosen configuration, for images if the model reads them. No configuration
+        of GRPO trains adapters on images."""
+        plain = {"grpo_lora": "grpo"}.get(self.config, self.config)
+        return f"{plain}{IMAGES}" if self.reads_images else self.config
 
     def get(self, key: str, default: object = None) -> Any:
         """Return a value, and leave it to be read."""
@@ -119,14 +130,16 @@ class Migration:
             elif option := option_of(key, self.module):
                 self.take(key, option)
             elif key in self.given:
-                answer = OTHER_NAMES.get(key)
+                answer = OTHER_NAMES.get(key) or OTHER_NAMES.get(key.removeprefix("trl."))
                 self.miss(key, _remedy(answer) if answer else "no option does this")
         self.rows.sort(key=lambda row: OUTCOMES.index(row.outcome))
 
     def use_model(self, key: str, revision: str = "") -> None:
         """Train the model of a folder, or the one with this name on the hub, which is downloaded
         first."""
-        path = str(self._values.get(key))
+        if self._values.get(key) is None:
+            raise UserError(f"no model is named; add {key}, a folder or a name on the hub")
+        path = str(self._values[key])
         if _HUB_NAME.fullmatch(path) and not Path(path).exists():
             folder = str(DOWNLOADS / path.rpartition("/")[2])
             suffix = f" --revision {revision}" if revision else ""
@@ -155,7 +168,7 @@ class Migration:
 
     def document(self) -> dict[str, Any]:
         """Return the configuration file."""
-        selection = {"module": self.module, "config": self.config}
+        selection = {"module": self.module, "config": self.config_name}
         return {**selection, **nested(self.options)}
 
     def _miss_split(self, path: str, split: object, why: str) -> None:

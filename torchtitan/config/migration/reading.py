@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan.config.migration.outcome import flat, plain
+from torchtitan.config.migration.outcome import as_list, flat, plain
 from torchtitan.config.migration.torchtitan_files import values_in_python
 from torchtitan.config.migration.trl import method_of_command
 from torchtitan.config.yaml_files import read_config_file
@@ -23,10 +23,16 @@ _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3", "torch
 _PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
 _HOSTS = ("nnodes", "num_nodes")
 
+_ASSIGNMENT = re.compile(r"[A-Za-z_][\w.]*=")
+"""A value in the command line of torchtune, such as optimizer.lr=1e-4."""
+
 _BEFORE_OPERATOR = re.compile(
     r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\$\([^)]*\)|`[^`]*`|\\.|[^'"`\\|;&<>])*""", re.DOTALL
 )
 """Words up to an operator of the shell outside of quotes."""
+
+
+_TRAINING_SCRIPT = re.compile(r"^(?:from|import) (unsloth|trl|transformers|peft)\b", re.MULTILINE)
 
 
 class ForeignConfig(NamedTuple):
@@ -55,6 +61,12 @@ def read_foreign(path: Path, kind: str = "", name: str = "") -> ForeignConfig:
         if suffix == ".toml":
             return ForeignConfig(kind or "torchtitan", flat(_parsed_toml(text, path)), "")
         if suffix == ".py":
+            if found := _TRAINING_SCRIPT.search(text):
+                raise UserError(
+                    f"{path} is a script with {found[1]}, which is not run here; write the "
+                    "arguments of its trainer to a YAML file, such as learning_rate: 2e-4, with "
+                    "model_name_or_path and dataset_name"
+                )
             return ForeignConfig(kind or "torchtitan", values_in_python(text, name, str(path)), "")
         if suffix != ".json":
             return read_command(_words(text, path), kind)
@@ -71,13 +83,27 @@ def read_command(words: Sequence[str], kind: str = "") -> ForeignConfig:
     words, launcher = _without_launcher(words)
     start = _first_option(words)
     command = " ".join(words[:start])
+    if program := _program_of(words[:start]):
+        raise _other_file("the command", program)
+    assigned: dict[str, object] = {}
     for word in words[:start]:
         name, is_variable, value = word.partition("=")
         if is_variable and name in ("MODULE", "CONFIG"):
             words = [*words, f"--{name.lower()}", value]
-        elif is_variable and name == "NGPU":
+        elif is_variable and name in ("NGPU", "NPROC_PER_NODE"):
             launcher["nproc_per_node"] = plain(value)
-    given = _arguments(words[start:])
+        elif is_variable and not name.isupper():
+            assigned[name] = plain(value)  # as LLaMA-Factory's command line has them
+    arguments = words[start:]
+    if words[:1] == ["tune"]:  # whose values follow the options
+        found = [word for word in arguments if _ASSIGNMENT.match(word)]
+        assigned |= {name: plain(value) for name, _, value in (one.partition("=") for one in found)}
+        arguments = [word for word in arguments if word not in found]
+    given = {**assigned, **_arguments(arguments)}
+    if words[:1] == ["tune"]:
+        # The name of the recipe follows the options of torchrun.
+        of_torchrun = [key for key in (*_PROCESSES, *_HOSTS) if key in given]
+        launcher |= {key: plain(as_list(given.pop(key))[0]) for key in of_torchrun}
     command = command.lower()
     if words[:1] == ["litgpt"] and len(words[:start]) > 2:
         name = "model_name" if words[1] == "pretrain" else "checkpoint_dir"
@@ -129,8 +155,12 @@ def _devices(launcher: Mapping[str, Any]) -> int:
 
 
 def kind_of(values: Mapping[str, object], name: str) -> str:
-    """Return the library whose names a file has. Raise `UserError` if none has them."""
+    """Return the library whose names a file has. Raise `UserError` if none has them, or another
+    program."""
     sections = {key.partition(".")[0] for key in values}
+    for program, keys in _OTHER_FILES.items():
+        if keys <= sections:
+            raise _other_file(name, program)
     if any(key.endswith("_component_") for key in values):
         return "torchtune"
     if "base_model" in values:
@@ -149,6 +179,40 @@ def kind_of(values: Mapping[str, object], name: str) -> str:
     raise UserError(
         f"{name} has the names of none of {', '.join(KINDS)}; name its library with --from"
     )
+
+
+_BESIDE = ("DeepSpeed", "accelerate")
+_OTHER_FILES: Mapping[str, set[str]] = {
+    "DeepSpeed": {"zero_optimization"},
+    "accelerate": {"distributed_type"},
+    "verl": {"actor_rollout_ref"},
+    "NeMo": {"exp_manager"},
+    "ms-swift": {"model", "train_type"},
+}
+"""Program whose files are not rewritten → sections that only its files have."""
+
+_OTHER_COMMANDS = {"verl": "verl", "openrlhf": "OpenRLHF", "swift": "ms-swift", "nemo": "NeMo"}
+"""First part of a word of a command → such a program."""
+
+
+def _other_file(name: str, program: str) -> UserError:
+    if program in _BESIDE:
+        advice = (
+            "which says how processes share the work; migrate the file of the training, with "
+            "--devices N, the number of its processes"
+        )
+    else:
+        advice = (
+            "which torchtitan migrate does not read; torchtitan train answers the names of its "
+            "options with ours"
+        )
+    return UserError(f"{name} belongs to {program}, {advice}")
+
+
+def _program_of(command: Sequence[str]) -> str:
+    """Return the program of `_OTHER_COMMANDS` that a command starts, "" for none."""
+    firsts = [re.split("[./]", word.lower())[0] for word in command]
+    return next((_OTHER_COMMANDS[first] for first in firsts if first in _OTHER_COMMANDS), "")
 
 
 _TRL_NAMES = {
@@ -229,6 +293,8 @@ def _words(text: str, path: Path) -> list[str]:
     commands = [command for line in lines for command in _commands(line)]
     command = next((one for one in commands if " --" in one), "")
     command = command or next((one for one in commands if re.search(r"\.ya?ml\b", one)), "")
+    if program := _program_of(text.split()):
+        raise _other_file(f"the command in {path}", program)
     if not command:
         raise UserError(f"{path} has no command with arguments such as --learning_rate 1e-4")
     try:

@@ -10,11 +10,13 @@ from torchtitan.config.migration.outcome import (
     Migration,
     Row,
     Rule,
+    as_list,
     is_local,
     missing,
     to,
     unneeded,
 )
+from torchtitan.tools.errors import UserError
 
 _TRL = {
     **TRAINING_DEFAULTS,
@@ -22,10 +24,32 @@ _TRL = {
     "gradient_checkpointing": True,
     "logging_steps": 10,
 }
-_RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "grpo": 1e-6, "reward": 1e-4}
+_RATES = {"sft": 2e-5, "dpo": 1e-6, "orpo": 1e-6, "kto": 1e-6, "grpo": 1e-6, "reward": 1e-4}
 METHODS = tuple(_RATES)
 TRANSFORMERS_DEFAULTS: Mapping[str, object] = {**TRAINING_DEFAULTS, "bf16": False}
-_PREFERENCE_LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "robust": "robust"}
+_OTHERS = {
+    "online": "--module preference --config online_dpo",
+    "cpo": "--module preference --config simpo, with --loss.kind cpo for CPO",
+    "bco": "--module preference --config dpo --loss.kind bco, for pairs",
+    "nash": "--module preference --config online_dpo, the nearest",
+    "xpo": "--module preference --config online_dpo, the nearest",
+    "mpo": "--module preference --config dpo --loss.kind mix",
+    "gkd": "--module distillation --config gkd",
+    "ppo": "--module ppo --config ppo",
+    "rloo": "--module rl --config grpo --policy.advantage leave_one_out",
+    "prm": "reward models of whole answers, --module reward --config bradley_terry",
+}
+"""Part of the name of another trainer of TRL → what to use here."""
+
+_OF_IMAGES = ("vlm", "vision")
+"""Parts of the names of scripts that train on images."""
+
+_PREFERENCE_LOSSES = {
+    **{name: name for name in ("hinge", "ipo", "robust", "apo_zero", "apo_down", "discopop")},
+    **{"sigmoid": "dpo", "sigmoid_norm": "dpo_normalized", "exo_pair": "exo", "nca_pair": "nca"},
+    **{"bco_pair": "bco", "sppo_hard": "sppo", "aot": "aot", "aot_unpaired": "aot_unpaired"},
+    "sft": "sft",
+}
 
 
 def defaults(method: str) -> dict[str, Any]:
@@ -37,6 +61,11 @@ def defaults(method: str) -> dict[str, Any]:
 def method_of(given: Mapping[str, object], command: str) -> str:
     """Return the method that the name of a script, or the keys, tell."""
     if found := method_of_command(command):
+        if found in _OTHERS:
+            raise UserError(
+                f"the trainer {found} of TRL is not rewritten by torchtitan migrate; here: "
+                f"{_OTHERS[found]}"
+            )
         return found
     if {"num_generations", "reward_funcs", "reward_model_path"} & set(given):
         return "grpo"
@@ -44,14 +73,19 @@ def method_of(given: Mapping[str, object], command: str) -> str:
 
 
 def method_of_command(command: str) -> str:
-    """Return the method that the last part of a word names, as in trl/scripts/dpo.py; "" if none
-    does."""
-    for word in command.split():
-        parts = re.split(r"[/.]", word.removesuffix(".py"))[-1].split("_")
-        for method in METHODS:
+    """Return the method that the last part of a word names, as in trl/scripts/dpo.py, or a key of
+    `_OTHERS`; "" if none does."""
+    for parts in _parts_of_words(command):
+        for method in (*_OTHERS, *METHODS):
             if method in parts:
                 return method
     return ""
+
+
+def _parts_of_words(command: str) -> list[list[str]]:
+    """Return the parts of the last part of each word, as [sft, vlm] of scripts/sft_vlm.py."""
+    names = (re.split(r"[/.]", word.removesuffix(".py"))[-1] for word in command.split())
+    return [name.split("_") for name in names]
 
 
 def migrate_trl(migration: Migration, method: str) -> None:
@@ -114,7 +148,10 @@ def _select(migration: Migration, method: str) -> None:
     in_4_bits = bool(migration.get("load_in_4bit"))
     # 4 bits without adapters would freeze all that TRL trains.
     adapters = bool(migration.get("use_peft") or in_4_bits)
-    alignment.select(migration, method, adapters=adapters, in_4_bits=in_4_bits)
+    words = [word for parts in _parts_of_words(migration.command) for word in parts]
+    images = any(word in _OF_IMAGES for word in words)
+    of_pairs = "dpo" if method == "orpo" else method
+    alignment.select(migration, of_pairs, adapters=adapters, in_4_bits=in_4_bits, images=images)
     if migration.get("use_peft") is not None:
         alignment.note_adapters(migration, "use_peft", wanted=bool(migration.get("use_peft")))
     for key, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)):
@@ -122,16 +159,31 @@ def _select(migration: Migration, method: str) -> None:
             alignment.note_bits(migration, key, bits=bits * bool(migration.get(key)))
     if method == "dpo":
         _preference_loss(migration)
+    elif method == "orpo":
+        migration.set(loss__kind="orpo")
+        migration.default("beta", 0.1)
+        alignment.orpo_weight(migration, "beta")
     elif method == "kto" and migration.get("beta") is not None:
         migration.take("beta", "loss.beta", float(migration.get("beta")))
+    if method == "kto" and migration.get("loss_type") == "kto":
+        migration.drop("loss_type", "the loss of --config kto")
 
 
 def _preference_loss(migration: Migration) -> None:
-    names = migration.get("loss_type", "sigmoid")
-    name = str(names[0] if isinstance(names, list) else names)
-    if migration.get("loss_type") is not None:
-        if name in _PREFERENCE_LOSSES:
-            migration.take("loss_type", "loss.kind", _PREFERENCE_LOSSES[name])
+    names = [str(name) for name in as_list(migration.get("loss_type", "sigmoid"))]
+    weights = as_list(migration.get("loss_weights") or [1.0] * len(names))
+    if len(names) > 1 and {*names} <= _PREFERENCE_LOSSES.keys() and len(weights) == len(names):
+        of_ours = [
+            f"{_PREFERENCE_LOSSES[name]}={float(weight):g}"
+            for name, weight in zip(names, weights, strict=True)
+        ]
+        migration.set(loss__kind="mix")
+        migration.take("loss_type", "loss.mix", of_ours)
+        if migration.get("loss_weights") is not None:
+            migration.drop("loss_weights", "part of loss.mix")
+    elif migration.get("loss_type") is not None:
+        if len(names) == 1 and names[0] in _PREFERENCE_LOSSES:
+            migration.take("loss_type", "loss.kind", _PREFERENCE_LOSSES[names[0]])
         else:
             migration.miss("loss_type", "the file has dpo instead; see --loss.kind")
     if migration.get("beta") is not None:
