@@ -679,19 +679,14 @@ def record_draws(folder: Path, dump: Path, options: dict[str, object]) -> None:
     random number from the next boundary of the cumulative distribution."""
     draws: dict[int, list[tuple[int, float]]] = {}
 
-    def recorded(logits_BV, sampling, generators):
-        states = [generator.get_state() for generator in generators]
-        tokens = draw(logits_BV, sampling, generators)
-        for logits, state, generator, token in zip(
-            logits_BV, states, generators, tokens.tolist(), strict=True
+    def recorded(logits_BV, sampling, numbers):
+        drawn = [next(own) for own in numbers]
+        tokens = draw(logits_BV, sampling, [iter([number]) for number in drawn])
+        for logits, own, number, token in zip(
+            logits_BV, numbers, drawn, tokens.tolist(), strict=True
         ):
-            number = torch.rand(
-                1, generator=torch.Generator().set_state(state), dtype=torch.float64
-            )
             total = logits.double().softmax(dim=-1).cumsum(dim=-1)
-            draws.setdefault(generator.initial_seed(), []).append(
-                (token, (total - number).abs().min().item())
-            )
+            draws.setdefault(own.seed, []).append((token, (total - number).abs().min().item()))
         return tokens
 
     with mock.patch.object(next_tokens, "draw", recorded):

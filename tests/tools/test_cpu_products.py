@@ -13,7 +13,7 @@ from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.components.peft import LoRA
 from torchtitan.distributed import initialize_weights
 from torchtitan.tools import cpu_products
-from torchtitan.tools.cpu_products import is_faster, onednn_products
+from torchtitan.tools.cpu_products import PassProducts, is_faster, onednn_products
 from torchtitan.tools.torch_private import onednn_linear
 
 TOLERANCE = 1e-4
@@ -57,6 +57,27 @@ def test_layers_and_their_gradients_are_those_of_float64(n_rows, has_bias, calls
     exact_gradients = torch.autograd.grad((exact * weights.double()).sum(), exact_inputs)
     for got, expected in zip((out, *gradients), (exact, *exact_gradients), strict=True):
         torch.testing.assert_close(got.double(), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("model", "fewest_tokens"),
+    [
+        (nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), 4),
+        (nn.ParameterList([torch.empty(3, 16, 8)]), 4),  # matrices of experts
+        (nn.ParameterList([nn.Parameter(torch.zeros(2, 2, dtype=torch.uint8), False)]), 1),
+        (nn.LayerNorm(8), None),
+    ],
+)
+def test_passes_without_large_products_leave_all_to_pytorch(
+    model, fewest_tokens, calls, monkeypatch
+):
+    monkeypatch.setattr(cpu_products, "_FEWEST", 4 * 8 * 16)
+    products = PassProducts(model)
+    for n_tokens in (1, 3, 4, 100):
+        with products.of(n_tokens):
+            torch.ones(100, 8) @ torch.ones(8, 16)
+        assert bool(calls) == (fewest_tokens is not None and n_tokens >= fewest_tokens)
+        calls.clear()
 
 
 def test_small_products_are_left_to_pytorch(calls, monkeypatch):

@@ -92,6 +92,9 @@ class AttentionMetadata:
     key_places_S: Tensor | None = None
     """Places of all keys in the row, in the order in which attention gets them."""
 
+    sees_all: bool = False
+    """True if the only token of each row sees all keys of its window, so that no mask is needed."""
+
     row_positions_BS: Tensor | None = None
     """Positions of all tokens of the rows, in their order, if a rank has only some of them (context
     parallelism)."""
@@ -195,6 +198,7 @@ class AttentionMetadata:
                 [*starts, int(self.cu_seqlens[-1])], dtype=torch.int32, device="cpu"
             ),
             max_seqlen=min(self.max_seqlen, length),
+            sees_all=False,
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "AttentionMetadata":

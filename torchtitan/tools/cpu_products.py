@@ -5,10 +5,10 @@ import functools
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtitan.tools.torch_private import onednn_linear
 
@@ -43,6 +43,27 @@ def onednn_products() -> Iterator[None]:
     finally:
         with _entering:
             _libraries.pop()
+
+
+class PassProducts:
+    """Chooses `onednn_products` for the passes of a model in which oneDNN would multiply a matrix:
+    in another one, the block would only delay each product by microseconds."""
+
+    def __init__(self, model: nn.Module):
+        self._largest = max(map(_matrix_size, model.parameters()), default=0)
+
+    def of(self, n_tokens: int) -> AbstractContextManager[None]:
+        """Return the block of a pass over this number of tokens."""
+        return onednn_products() if n_tokens * self._largest >= _FEWEST else nullcontext()
+
+
+def _matrix_size(weight: Tensor) -> int:
+    """Return the elements of a matrix, or of one of several; at least so many if they are packed,
+    so that their number is not known."""
+    if not weight.is_floating_point():
+        return _FEWEST
+    n_matrices = len(weight) if weight.ndim == 3 else 1
+    return weight.numel() // n_matrices if weight.ndim >= 2 else 0
 
 
 @functools.cache

@@ -31,7 +31,7 @@ from torchtitan.components.generation import (
 )
 from torchtitan.components.generation import batch as batch_module
 from torchtitan.components.generation.kept_texts import KeptTexts
-from torchtitan.components.generation.sampling import draw, generator_of
+from torchtitan.components.generation.sampling import RandomNumbers, draw
 from torchtitan.distributed import initialize_weights
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import tree_map
@@ -88,8 +88,8 @@ def test_a_token_is_read_from_the_device_once(sampling, monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, lambda x: pytest.fail("read a tensor"))
     engine = Engine(mixed_model(), sampling=sampling)
     engine.run([engine.generate([1, 2, 3], max_new_tokens=6, key="") for _ in range(2)])
-    # Boundaries of documents, which are integers, are always on the host.
-    assert [dtype for dtype in read if dtype.is_floating_point] == 6 * [torch.float32]
+    # Boundaries of documents, which are integers, and random numbers are always on the host.
+    assert [dtype for dtype in read if dtype == torch.float32] == 6 * [torch.float32]
 
 
 @pytest.mark.parametrize(
@@ -97,15 +97,17 @@ def test_a_token_is_read_from_the_device_once(sampling, monkeypatch):
 )
 def test_prompts_of_one_length_need_no_mask(prompts, kernel, monkeypatch):
     """Other tests compare the texts."""
-    kernels, logits_at = [], batch_module.logits_at
+    attentions, logits_at = [], batch_module.logits_at
     monkeypatch.setattr(
         batch_module,
         "logits_at",
-        lambda *args: kernels.append(args[3].kernel) or logits_at(*args),
+        lambda *args: attentions.append(args[3]) or logits_at(*args),
     )
     engine = Engine(mixed_model(), sampling=SAMPLING)
     engine.run([engine.generate(prompt, max_new_tokens=3, key="") for prompt in prompts])
-    assert kernels == [kernel, "dense", "dense"]
+    assert [attention.kernel for attention in attentions] == [kernel, "dense", "dense"]
+    needs_no_mask = kernel == "causal"
+    assert [attention.sees_all for attention in attentions] == [False] + 2 * [needs_no_mask]
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 7, None])
@@ -541,10 +543,18 @@ def test_a_boundary_of_the_distribution_decides():
     """The token is the one at the drawn number in the cumulative distribution."""
     logits_BV = torch.randn(64, 30, generator=torch.Generator().manual_seed(0))
     keys = [str(row) for row in range(64)]
-    found = draw(logits_BV, SAMPLING, [generator_of(key) for key in keys])
+    found = draw(logits_BV, SAMPLING, [RandomNumbers(key) for key in keys])
     for row, key in enumerate(keys):
-        place = torch.rand(1, generator=generator_of(key), dtype=torch.float64)
+        generator = torch.Generator().manual_seed(RandomNumbers(key).seed)
+        place = torch.rand(1, generator=generator, dtype=torch.float64)
         assert found[row] == int((logits_BV[row].double().softmax(-1).cumsum(-1) <= place).sum())
+
+
+def test_numbers_drawn_together_are_those_drawn_one_by_one():
+    numbers = RandomNumbers("a key")
+    generator = torch.Generator().manual_seed(numbers.seed)
+    one_by_one = [torch.rand(1, generator=generator, dtype=torch.float64) for _ in range(70)]
+    assert [next(numbers) for _ in range(70)] == torch.cat(one_by_one).tolist()
 
 
 def sharded_texts(layout: str, expected: list[Generation]) -> None:

@@ -27,7 +27,7 @@ from torchtitan.components.generation import (
     stop_ids,
 )
 from torchtitan.components.generation.kv_cache import CachedAttention
-from torchtitan.components.generation.sampling import draw, generator_of, restricted_logits
+from torchtitan.components.generation.sampling import RandomNumbers, draw, restricted_logits
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed.context_parallel import apply_context_parallel
@@ -502,9 +502,9 @@ def test_the_cache_has_the_type_of_mixed_precision():
 def test_sampled_frequencies_follow_the_softmax():
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.5]])
     for temperature in (1.0, 0.5):
-        sampling, generator, n = Sampling(temperature=temperature), generator_of("1"), 4000
+        sampling, numbers, n = Sampling(temperature=temperature), RandomNumbers("1"), 4000
         counts = torch.bincount(
-            torch.cat([draw(logits, sampling, [generator]) for _ in range(n)]), minlength=5
+            torch.cat([draw(logits, sampling, [numbers]) for _ in range(n)]), minlength=5
         )
         expected = n * (logits[0] / temperature).softmax(-1)
         # Pearson's statistic with 4 degrees of freedom exceeds 18.5 for one seed in a thousand.
@@ -546,13 +546,13 @@ def test_restrictions_equal_transformers(temperature, top_k, top_p, min_p):
 def test_low_temperature_samples_the_most_probable_token(temperature):
     logits = 50 * torch.randn(8, 20, generator=torch.Generator().manual_seed(0))
     sampling = Sampling(temperature=temperature, top_k=5, top_p=0.9)
-    assert torch.equal(draw(logits, sampling, [generator_of("0")] * 8), logits.argmax(-1))
+    assert torch.equal(draw(logits, sampling, [RandomNumbers("0")] * 8), logits.argmax(-1))
 
 
 def test_only_top_k_tokens_are_sampled():
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]])
-    sampling, generator = Sampling(temperature=5.0, top_k=2), generator_of("0")
-    assert {draw(logits, sampling, [generator]).item() for _ in range(200)} == {1, 2}
+    sampling, numbers = Sampling(temperature=5.0, top_k=2), RandomNumbers("0")
+    assert {draw(logits, sampling, [numbers]).item() for _ in range(200)} == {1, 2}
 
 
 def test_samples_of_a_row_do_not_depend_on_the_batch():

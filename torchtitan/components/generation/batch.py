@@ -30,7 +30,7 @@ from torchtitan.components.images.reader import ImageReader
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.images import ImageInputs
-from torchtitan.tools.cpu_products import onednn_products
+from torchtitan.tools.cpu_products import PassProducts
 from torchtitan.tools.errors import UserError, in_words
 
 _EXPERTS = "experts"  # what a cache stores of tokens
@@ -102,6 +102,7 @@ class Batch:
         self._logits_BV: Tensor | None = None
         self._held: Prompts | None = None
         self._kept = KeptTexts(model, settings.max_rows, settings.degree)
+        self._products = PassProducts(model)
         self._graph: DecodeGraph | None = None
         self._graph_of = graphs_for(model, partial(logits_at, model, 0))
         self._cache: Any = (
@@ -159,7 +160,6 @@ class Batch:
         try:
             with (
                 evaluating(self._model),
-                onednn_products(),
                 self._cache or nullcontext(),
                 self._recorder or nullcontext(),
             ):
@@ -302,7 +302,7 @@ class Batch:
             tokens_BL, positions_BL = left_padded([row.tokens for row in rows], degree)
             if cache is None:
                 attention = AttentionMetadata.from_positions(positions_BL).to(self._device)
-                self._logits_BV = logits_at(self._model, -1, tokens_BL.to(self._device), attention)
+                self._logits_BV = self._logits_at(-1, tokens_BL, attention)
                 return
             cache.clear()
             n_kept = tokens_BL.shape[1]
@@ -335,16 +335,16 @@ class Batch:
         images: ImageInputs | None = None,
     ) -> Tensor:
         attention = cache.attention(positions_BL.to(self._device))
-        places_BL = torch.arange(positions_BL.shape[1]).expand_as(positions_BL)
-        if (
-            isinstance(attention, CachedAttention)
-            and not cache.n_slots
-            and torch.equal(positions_BL, places_BL)
-        ):
-            # no padding, and no keys but the new ones: no mask
-            attention = replace(attention, kernel="causal")
-        tokens_BL = tokens_BL.to(self._device)
-        logits_BV = logits_at(self._model, n_kept - 1, tokens_BL, attention, images)
+        if isinstance(attention, CachedAttention):
+            n_new = positions_BL.shape[1]
+            places_L = torch.arange(cache.n_slots, cache.n_slots + n_new)
+            if torch.equal(positions_BL, places_L.expand_as(positions_BL)):
+                # no padding, so no mask for keys that are all new, or of a single token
+                if not cache.n_slots:
+                    attention = replace(attention, kernel="causal")
+                elif n_new == 1:
+                    attention = replace(attention, sees_all=True)
+        logits_BV = self._logits_at(n_kept - 1, tokens_BL, attention, images)
         if self._degree > 1 and cache.states:
             raise UserError(
                 f"a key/value cache under tensor parallelism (degree {self._degree}) supports no "
@@ -361,7 +361,18 @@ class Batch:
         tokens_BL = torch.full((1, self._degree), PADDING)
         images = reader.inputs([[]], tokens_BL).to(self._device) if reader else None
         attention = AttentionMetadata.of_rows(*tokens_BL.shape)
-        logits_at(self._model, 0, tokens_BL.to(self._device), attention, images)
+        self._logits_at(0, tokens_BL, attention, images)
+
+    def _logits_at(
+        self,
+        index: int,
+        tokens_BL: Tensor,
+        attention: AttentionMetadata,
+        images: ImageInputs | None = None,
+    ) -> Tensor:
+        """See `logits_at`; the tokens are on the host."""
+        with self._products.of(tokens_BL.numel()):
+            return logits_at(self._model, index, tokens_BL.to(self._device), attention, images)
 
     def _computed_prompts(
         self, new: list[Tokens], extended: dict[Tokens, Tokens], needs: Needs

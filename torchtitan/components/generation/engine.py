@@ -19,7 +19,7 @@ from torchtitan.components.generation.forward import device_of, reject_partial_m
 from torchtitan.components.generation.next_tokens import LogprobsOf
 from torchtitan.components.generation.plain_loop import Arrivals, PlainLoop, close_all
 from torchtitan.components.generation.row import Generation, OnToken, ResultT, Row, TextCoroutine
-from torchtitan.components.generation.sampling import Sampling, generator_of
+from torchtitan.components.generation.sampling import RandomNumbers, Sampling
 from torchtitan.components.generation.session import Session
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.reader import ImageReader
@@ -156,7 +156,7 @@ class Engine:
         row = Row(
             tuple(prompt),
             max_new_tokens,
-            generator_of(key),
+            RandomNumbers(key),
             on_token,
             sampling or self._sampling,
             n_top,

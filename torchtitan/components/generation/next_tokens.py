@@ -61,11 +61,11 @@ def _draw(
 ) -> Tensor:
     """Draw for all rows with equal settings at once."""
     if len(groups) == 1:
-        return draw(logits_BV, groups[0][0], [row.generator for row in rows])
+        return draw(logits_BV, groups[0][0], [row.numbers for row in rows])
     tokens_B = torch.zeros(len(rows), dtype=torch.int64, device=logits_BV.device)
     for sampling, places in groups:
-        generators = [rows[place].generator for place in places]
-        tokens_B[places] = draw(logits_BV[places], sampling, generators)
+        numbers = [rows[place].numbers for place in places]
+        tokens_B[places] = draw(logits_BV[places], sampling, numbers)
     return tokens_B
 
 

@@ -6,9 +6,8 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from torchtitan.components.generation.sampling import Sampling
+from torchtitan.components.generation.sampling import RandomNumbers, Sampling
 from torchtitan.components.images.files import ImageFile
 
 ResultT = TypeVar("ResultT")
@@ -52,7 +51,7 @@ class Row:
 
     prompt: tuple[int, ...]
     max_new_tokens: int
-    generator: torch.Generator
+    numbers: RandomNumbers
     on_token: OnToken | None
     sampling: Sampling
     n_top: int

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from torchtitan.tools.device import send
 from torchtitan.tools.errors import require
 
 _BLOCK = 256
+_NUMBERS = 32  # drawn at a time
 _COLDEST = 1e-30  # below this, the temperature or its inverse is out of range in float32
 
 
@@ -58,18 +59,30 @@ class Sampling:
         return self.temperature, self.top_k, self.top_p, self.min_p
 
 
-def generator_of(key: str) -> torch.Generator:
-    """Return a text's random number generator, which depends on all characters of `key`."""
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+class RandomNumbers(Iterator[float]):
+    """A text's random numbers from 0 to below 1, which depend on all characters of `key`."""
+
+    def __init__(self, key: str):
+        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+        self.seed = int.from_bytes(digest, "big") >> 1
+        self._generator = torch.Generator().manual_seed(self.seed)
+        self._next: Iterator[float] = iter(())
+
+    def __next__(self) -> float:
+        number = next(self._next, None)
+        if number is None:  # several at once, which are the same numbers
+            numbers = torch.rand(_NUMBERS, generator=self._generator, dtype=torch.float64)
+            self._next = iter(numbers.tolist())
+            number = next(self._next)
+        return number
 
 
-def draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+def draw(logits_BV: Tensor, sampling: Sampling, numbers: Sequence[Iterator[float]]) -> Tensor:
     """Return one token id per row, int64, shape (B,) on the device of the logits, of any
     floating-point type.
 
-    Each row draws one number from its own generator, and looks it up in its cumulative
-    distribution, in float64. So a row depends only on its logits and its generator; logits that
+    Each row draws one of its own random numbers, and looks it up in its cumulative
+    distribution, in float64. So a row depends only on its logits and its number; logits that
     differ by rounding give another token only if the number is that close to a boundary of the
     distribution.
     """
@@ -82,9 +95,7 @@ def draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Gener
     # Sums of blocks are much faster than one of all tokens: first find the block, then the token in
     # it.
     blocks_BKE = F.pad(weights_BV, (0, -weights_BV.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
-    drawn_B = torch.cat(
-        [torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators]
-    )
+    drawn_B = torch.tensor([next(own) for own in numbers], dtype=torch.float64)
     ends_BK = blocks_BKE.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     places_B1 = send(drawn_B, ends_BK.device)[:, None] * ends_BK[:, -1:]
     chosen_B1 = torch.searchsorted(ends_BK, places_B1, right=True).clamp(max=ends_BK.shape[1] - 1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.generation import Generation
 from torchtitan.components.generation.row import TextCoroutine
-from torchtitan.components.generation.sampling import Sampling, generator_of
+from torchtitan.components.generation.sampling import RandomNumbers, Sampling
 from torchtitan.components.generation.session import is_in_loop
 from torchtitan.protocols.tensor_source import TensorSource
 from torchtitan.tools.errors import UserError
@@ -100,7 +100,7 @@ class VLLMEngine:
         if sampling is not None and not sampling.is_plain:  # others are checked at the start
             await asyncio.to_thread(_check_logprobs, self._url, self._model)
         sampling_fields = _fields_of(settings) | {
-            "seed": generator_of(key).initial_seed(),
+            "seed": RandomNumbers(key).seed,
             "max_tokens": max_new_tokens,
         }
         if stop:

@@ -14,11 +14,12 @@ from torch import nn
 
 from torchtitan.components.generation import Engine, Sampling
 from torchtitan.components.generation.row import TextCoroutine
-from torchtitan.components.generation.sampling import draw, generator_of
+from torchtitan.components.generation.sampling import RandomNumbers, draw
 from torchtitan.components.serving.errors import RequestError
 from torchtitan.components.serving.jobs import Job, Update
 from torchtitan.components.serving.scoring import score_prompts
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.tools.cpu_products import onednn_products
 from torchtitan.tools.errors import UserError, in_words
 from torchtitan.tools.logging import logger
 
@@ -317,9 +318,9 @@ class Scheduler:
         """Compute the scores of prompts, and the end of jobs that need at most one more token."""
         unique = list(dict.fromkeys(tuple(job.prompt) for job in jobs))
         n_top = max(job.n_top for job in jobs)
-        scores = dict(
-            zip(unique, score_prompts(self._model, unique, n_top, self._device), strict=True)
-        )
+        with onednn_products():
+            found = score_prompts(self._model, unique, n_top, self._device)
+        scores = dict(zip(unique, found, strict=True))
         for job in jobs:
             entries, logits_V = scores[tuple(job.prompt)]
             job.add_prompt([entry._replace(top=entry.top[: job.n_top]) for entry in entries])
@@ -333,7 +334,7 @@ class Scheduler:
     def _draw(self, job: Job, logits_V: torch.Tensor) -> None:
         """Draw the only token of a job from the logits after its prompt."""
         logits_BV = logits_V[None]
-        drawn = draw(logits_BV, job.sampling, [generator_of(job.key)])
+        drawn = draw(logits_BV, job.sampling, [RandomNumbers(job.key)])
         token = int(drawn.item())
         logprobs_V = logits_V.log_softmax(dim=-1)
         top = logprobs_V.topk(job.n_top)

@@ -80,9 +80,12 @@ def with_kernel(attention: AttentionMetadata, **properties: Any) -> AttentionMet
     """Add the kernel that `choose_kernel` returns for these `properties`, and its input. Runs once
     per batch and window, not in each layer, outside compiled and checkpointed code."""
     kernel, device = choose_kernel(attention, **properties), properties["device"]
+    capped = properties.get("capped", False)
     mask: object = None
     if kernel == "varlen":
         mask = send(attention.cu_seqlens, device)
+    elif kernel == "dense" and attention.sees_all and device.type == "cpu" and not capped:
+        pass  # each layer would convert and add the mask
     elif kernel == "dense":
         mask = seen_keys(attention, device)[:, None]
     elif kernel == "flex":
