@@ -16,9 +16,9 @@ from torchtitan.components.data.sources.rows import parse_json
 if TYPE_CHECKING:
     import pyarrow
 
-CellReader = Callable[[Any], Any]
-"""Maps a cell that pyarrow converted to Python to the value of a row. Raises `ValueError` for
-broken JSON."""
+CellReader = Callable[[Any], object]
+"""Maps a cell that pyarrow converted to Python, of a type that follows from its column's, to the
+value of a row. Raises `ValueError` for broken JSON."""
 
 
 def cell_readers(schema: "pyarrow.Schema") -> dict[str, CellReader]:
@@ -109,7 +109,7 @@ def _decoder() -> CellReader:
 
     decode = Json().decode_example
 
-    def read(text: str | None) -> Any:
+    def read(text: str | None) -> object:
         if text is None:
             return None
         if "\\u" in text:  # the parser of `datasets` changes a lone surrogate without an error
@@ -120,7 +120,7 @@ def _decoder() -> CellReader:
 
 
 def _read_object(
-    readers: Mapping[str, CellReader | None], cell: dict[str, Any] | None
+    readers: Mapping[str, CellReader | None], cell: dict[str, object] | None
 ) -> dict[str, object] | None:
     if cell is None:
         return None
@@ -132,9 +132,11 @@ def _read_object(
     }
 
 
-def _read_list(reader: CellReader, cell: list[Any] | None) -> list[Any] | None:
+def _read_list(reader: CellReader, cell: list[object] | None) -> list[object] | None:
     return None if cell is None else [reader(item) for item in cell]
 
 
-def _read_pairs(key: CellReader, item: CellReader, cell: list[Any] | None) -> list[Any] | None:
+def _read_pairs(
+    key: CellReader, item: CellReader, cell: list[tuple[object, object]] | None
+) -> list[tuple[object, object]] | None:
     return None if cell is None else [(key(name), item(value)) for name, value in cell]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, AnyStr
 
 from torchtitan.components.data.sources.rows import (
     MAX_BLANK_CHARACTERS,
@@ -31,6 +31,11 @@ from torchtitan.components.data.sources.rows import (
 from torchtitan.components.data.sources.tables import arrow_rows
 from torchtitan.components.data.sources.webdataset import Member, sample_rows
 from torchtitan.tools.errors import UserError
+
+if TYPE_CHECKING:
+    from _csv import Reader
+
+    from _typeshed import WriteableBuffer
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 CHUNK_SIZE = 1 << 20
@@ -102,7 +107,7 @@ class _CountedFile(io.FileIO):
         super().__init__(path)
         self.on_read = on_read
 
-    def readinto(self, buffer: Any) -> int | None:
+    def readinto(self, buffer: "WriteableBuffer") -> int | None:
         n_bytes = super().readinto(buffer)
         self.on_read(n_bytes or 0)
         return n_bytes
@@ -225,7 +230,7 @@ def _first_text(file: IO[str]) -> str:
     return start + next(chunks, "")
 
 
-def _pieces(file: IO[Any], path: Path, remedy: str) -> Iterator[Any]:
+def _pieces(file: IO[AnyStr], path: Path, remedy: str) -> Iterator[AnyStr]:
     """Yield the content of a file that is read as a whole. Raise `UserError` if it exceeds
     `MAX_WHOLE_SIZE`."""
     size = 0
@@ -257,7 +262,8 @@ def _read_tar(path: Path, name: str, on_read: OnRead, column: str | None) -> Ite
 def _check_end(archive: tarfile.TarFile) -> None:
     """Read the empty blocks after an archive. Raise `tarfile.ReadError` if they have content:
     tarfile ends at the first empty block, also if it is a member that was overwritten."""
-    rest: Any = archive.fileobj
+    rest = archive.fileobj
+    assert rest is not None, "opened from a file"
     while chunk := rest.read(CHUNK_SIZE):
         if chunk.strip(b"\0"):
             raise tarfile.ReadError(
@@ -294,7 +300,7 @@ def _without_nul(lines: Iterable[str], path: Path) -> Iterator[str]:
         yield line
 
 
-def _csv_lines(reader: Any) -> Iterator[tuple[int, list[str]]]:
+def _csv_lines(reader: "Reader") -> Iterator[tuple[int, list[str]]]:
     """Yield the rows of a `csv.reader`, each with the number of its first line."""
     first = 1
     for cells in reader:

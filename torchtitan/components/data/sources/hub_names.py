@@ -2,10 +2,13 @@
 
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchtitan.components.data.sources.files import file_format
 from torchtitan.tools.errors import UserError
+
+if TYPE_CHECKING:
+    import datasets
 
 _NAME = re.compile(
     r"(?P<repository>\w[\w.-]*/\w[\w.-]*)"
@@ -41,7 +44,7 @@ def hub_name(dataset: str) -> HubName | None:
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
-def check_revision(repository: str, revision: str | None, table: Any) -> None:
+def check_revision(repository: str, revision: str | None, table: "datasets.Dataset") -> None:
     """Raise `UserError` if a table that `datasets` loaded may be of another revision (None: the
     newest): without the network, it returns the copy that was made last, whatever the revision."""
     folder = Path(table.cache_files[0]["filename"]).parent

@@ -41,7 +41,7 @@ class Row:
 
     where: str
     """Location: `my.jsonl:17` (for CSV, the first line of the row) or `a.parquet, row 3`."""
-    values: dict[str, Any] | None
+    values: dict[str, object] | None
     """Cells by column; None: no cells."""
     error: str = ""
     """Reason for missing cells; empty for a blank line."""

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 from torchtitan.assets import chats, stories
 from torchtitan.assets.generated import Generated
@@ -42,10 +42,13 @@ from torchtitan.tools.files import is_url
 from torchtitan.tools.logging import logger
 from torchtitan.tools.redact import redact
 
+if TYPE_CHECKING:
+    import datasets
+
 AUTO = "auto"
 """Name of automatic format detection from the columns."""
 
-RowFunction = Callable[[dict[str, Any]], Mapping[str, Any] | None]
+RowFunction = Callable[[dict[str, Any]], Mapping[str, object] | None]
 """Maps a row (column → cell) to a row of a known format (`{"messages": […]}`, `{"text": …}`, …), or
 to None to drop it."""
 
@@ -220,10 +223,10 @@ def register_chat_dataset(name: str, dataset: ChatDataset) -> None:
 class _EmbeddedPart(Part):
     counts_bytes = False
 
-    def __init__(self, name: str, split: Any, embedded: _Embedded):
+    def __init__(self, name: str, split: str, embedded: _Embedded):
         super().__init__(f"{name} ({split})", embedded.column)
         self.version = embedded.version
-        self.items = embedded.items(split)
+        self.items = embedded.items("validation" if split == "validation" else "train")
 
     def size(self) -> int:
         return len(self.items)
@@ -279,8 +282,8 @@ class StreamSource:
         revision = [self.dataset.revision] if self.dataset.revision else []
         return [self.dataset.path, self.dataset.name, self.split, self.text_column, *revision]
 
-    def open(self) -> Any:
-        """Return a `datasets.IterableDataset` of the text column.
+    def open(self) -> "datasets.IterableDataset":
+        """Return the text column.
 
         Raises:
             UserError: the text column does not exist.
@@ -291,18 +294,18 @@ class StreamSource:
         check_column(columns, self.text_column, f"dataset {self.name!r}")
         return stream.select_columns([self.text_column])
 
-    def open_rows(self) -> Any:
-        """Return a `datasets.IterableDataset` of all columns, with images as they are stored. Raise
-        the errors of `open`, except that no column is needed."""
+    def open_rows(self) -> "datasets.IterableDataset":
+        """Return all columns, with images as they are stored. Raise the errors of `open`, except
+        that no column is needed."""
         stream = self._load()
         return stream if stream.features is None else stream.decode(False)
 
-    def open_tables(self) -> Any:
-        """Return a `datasets.IterableDataset` whose batches are Arrow tables of all columns, for
-        `arrow_rows`. Raise the errors of `open`, except that no column is needed."""
+    def open_tables(self) -> "datasets.IterableDataset":
+        """Return all columns, in batches that are Arrow tables, for `arrow_rows`. Raise the errors
+        of `open`, except that no column is needed."""
         return self._load().with_format("arrow")
 
-    def _load(self) -> Any:
+    def _load(self) -> "datasets.IterableDataset":
         from datasets import load_dataset
 
         return load_dataset(
@@ -342,11 +345,11 @@ class StreamSource:
         first = self.first_row(self.open)
         check_text(first[self.text_column], self.text_column, f"dataset {self.name!r}")
 
-    def first_row(self, open_stream: Callable[[], Any]) -> dict[str, Any]:
+    def first_row(self, open_stream: "Callable[[], datasets.IterableDataset]") -> dict[str, object]:
         """Return the first row of `open` or `open_rows`. Raise `UserError` if the row cannot be
         read or does not exist."""
         try:
-            first: dict[str, Any] | None = next(iter(open_stream()), None)
+            first: dict[str, object] | None = next(iter(open_stream()), None)
         except UserError:
             raise
         except Exception as error:  # of `open`
@@ -371,7 +374,7 @@ def _read_failure(name: str, dataset: _Registered, split: str, error: Exception)
 def _hub_table(name: str, dataset: ChatDataset | HubDataset, split: str, text_column: str) -> Table:
     """Return a table of a Hugging Face Hub repository, downloaded on first use."""
 
-    def load() -> Any:
+    def load() -> "datasets.Dataset":
         from datasets import load_dataset
 
         try:
@@ -389,7 +392,7 @@ def _hub_table(name: str, dataset: ChatDataset | HubDataset, split: str, text_co
         check_revision(dataset.path, dataset.revision, table)
         return table
 
-    def files(table: Any) -> list[Path]:
+    def files(table: "datasets.Dataset") -> list[Path]:
         return [Path(file["filename"]) for file in table.cache_files]
 
     return Table(f"{name} ({split})", dataset.path, load, files, text_column)

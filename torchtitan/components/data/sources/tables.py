@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchtitan.components.data.sources.cells import CellReader, cell_readers
 from torchtitan.components.data.sources.rows import (
@@ -20,6 +20,7 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import named_file, read_regular
 
 if TYPE_CHECKING:
+    import datasets
     import pyarrow
 
 BATCH_SIZE = 256
@@ -44,8 +45,8 @@ class Table(Part):
         self,
         name: str,
         location: str,
-        load: Callable[[], Any],
-        files: Callable[[Any], list[Path]],
+        load: "Callable[[], datasets.Dataset]",
+        files: "Callable[[datasets.Dataset], list[Path]]",
         text_column: str = "text",
         folder: Path | None = None,
     ):
@@ -56,7 +57,7 @@ class Table(Part):
         self._files = files
 
     @cached_property
-    def _dataset(self) -> Any:
+    def _dataset(self) -> "datasets.Dataset":
         return self._load().with_format(None)
 
     def size(self) -> int:
@@ -78,7 +79,7 @@ class Table(Part):
         ):
             yield text_of(row, self.text_column)
 
-    def _rows(self, dataset: Any, name: str, on_read: OnRead) -> Iterator[Row]:
+    def _rows(self, dataset: "datasets.Dataset", name: str, on_read: OnRead) -> Iterator[Row]:
         # As Arrow data, so that images and audio, which no format uses, are not decoded.
         batches, n_read = iter(dataset.with_format("arrow").iter(batch_size=BATCH_SIZE)), 0
         features = dataset.features.arrow_schema.metadata
@@ -88,7 +89,7 @@ class Table(Part):
                 on_read(1)
             n_read += len(batch)
 
-    def _next(self, batches: Iterator[Any]) -> Any:
+    def _next(self, batches: "Iterator[pyarrow.Table]") -> "pyarrow.Table | None":
         """Return the next batch, validated, since damaged offsets in files would make Arrow read
         out of bounds."""
         try:
@@ -103,7 +104,7 @@ def saved_table(folder: Path, text_column: str) -> Table:
     """Return the table written by `datasets.Dataset.save_to_disk`. Using a damaged table raises
     `UserError`."""
 
-    def load() -> Any:
+    def load() -> "datasets.Dataset":
         from datasets import load_from_disk
 
         try:
@@ -117,7 +118,7 @@ def saved_table(folder: Path, text_column: str) -> Table:
         except Exception as error:  # damage may cause any error in `datasets` or pyarrow
             raise _read_error(str(folder), error) from error
 
-    def files(dataset: object) -> list[Path]:
+    def files(dataset: "datasets.Dataset") -> list[Path]:
         return sorted(path for path in folder.iterdir() if path.is_file())
 
     return Table(folder.name, str(folder), load, files, text_column, folder)
@@ -160,7 +161,7 @@ def arrow_rows(
         yield _read_row(readers, f"{name}, row {number}", values)
 
 
-def _read_row(readers: Mapping[str, CellReader], where: str, cells: dict[str, Any]) -> Row:
+def _read_row(readers: Mapping[str, CellReader], where: str, cells: dict[str, object]) -> Row:
     values = {}
     for column, reader in readers.items():
         try:

@@ -11,7 +11,7 @@ import re
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from torchtitan.components.data.sources.rows import (
     MAX_ROW_CHARACTERS,
@@ -51,6 +51,13 @@ class Member(tarfile.TarInfo):
                 raise
             # Otherwise, tarfile would end without an error.
             raise tarfile.ReadError(str(error)) from None
+
+
+class _Image(TypedDict):
+    """An image in the form that `datasets` stores."""
+
+    bytes: bytes
+    path: str
 
 
 class _SampleFile(NamedTuple):
@@ -93,7 +100,7 @@ def _sample_row(
 ) -> Row | None:
     """Return the row of a sample; None for a sample without text."""
     values: dict[str, object] = {}
-    images: dict[str, dict[str, Any]] = {}
+    images: dict[str, _Image] = {}
     others: dict[str, list[str]] = {}
     kinds: set[str] = set()
     errors = []
@@ -139,14 +146,12 @@ def _sample_row(
 
 
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file: Any = archive.extractfile(member)
-    content: bytes = file.read()
-    return content
+    file = archive.extractfile(member)
+    assert file is not None, "not a regular file"
+    return file.read()
 
 
-def _with_images(
-    values: dict[str, Any], members: Mapping[str, dict[str, Any]]
-) -> dict[str, object]:
+def _with_images(values: dict[str, object], members: Mapping[str, _Image]) -> dict[str, object]:
     """Return columns with the images of members: the images that a column names, otherwise all as
     the column `images`, numbers in their kinds in order. Raise `ValueError` for a name of no
     member."""
@@ -158,7 +163,8 @@ def _with_images(
     )
     if column is None:
         return {**values, IMAGES: images}
-    named = values[column] if isinstance(values[column], list) else [values[column]]
+    value = values[column]
+    named = value if isinstance(value, list) else [value]
     return {**values, column: [_named_image(name, images, len(named)) for name in named]}
 
 
@@ -168,7 +174,7 @@ def _with_numbers(kind: str) -> list[tuple[int, int, str]]:
     return [(0, int(piece), "") if piece.isdecimal() else (1, 0, piece) for piece in pieces]
 
 
-def _named_image(reference: object, images: Sequence[dict[str, Any]], n_named: int) -> object:
+def _named_image(reference: object, images: Sequence[_Image], n_named: int) -> object:
     """Return the image with the file name of a reference. A single reference may have another name
     than a single image: the name before the file was packed."""
     name = reference.get("path") if isinstance(reference, Mapping) else reference
