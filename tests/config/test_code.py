@@ -237,15 +237,14 @@ READ_ONLY = {
     "Evaluation.Config.files": "questions",
     "LoRA.Config.adapter_path": "adapters to start from",
     "PlacedLoader.Config.dataset": "data",
-    "PlannedDataLoader.Config.chat_template": "a name, or a file of a template",
-    "PlannedDataLoader.Config.dataset": "data",
+    "RowsDataLoader.Config.chat_template": "a name, or a file of a template",
+    "RowsDataLoader.Config.dataset": "data",
     "PretrainDataLoader.Config.dataset": "data",
     "SFTDataLoader.Config.dataset": "data",
     "ReferenceConfig.path": "weights of a frozen model",
     "RunConfig.hf_assets_path": "a model",
     "TeacherConfig.path": "weights of a frozen model",
     "Validator.Config.dataset": "data",
-    "WindowsDataLoader.Config.dataset": "data",
 }
 """Options of files and folders that a run reads, and never writes to."""
 
@@ -271,7 +270,7 @@ NO_PATHS = {
     "ParamGroup.pattern",
     "PlacedLoader.Config.image_column",
     "PlacedLoader.Config.split",
-    "PlannedDataLoader.Config.columns",
+    "RowsDataLoader.Config.columns",
     "PreferenceLoss.Config.mix",
     "PretrainDataLoader.Config.text_column",
     "PretrainedTokenizer.Config.added_tokens",

@@ -15,7 +15,7 @@ import pytest
 from tests.processes import run_processes
 from tests.training import read_metrics, run, tiny_config
 from torchtitan.components.data import PromptDataLoader
-from torchtitan.components.data.finetuning.prompt_rows import read_prompts
+from torchtitan.components.data.finetuning.prompts import read_prompts
 from torchtitan.components.evaluation.pass_at_k import pass_at_k
 from torchtitan.components.rollout.rewards import Rewards, Text
 from torchtitan.tools.errors import UserError

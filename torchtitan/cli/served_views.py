@@ -89,7 +89,7 @@ class DataView:
         self._tokenizer = tokenizer
         self._rows = {
             name: (source, BatchEncoder(row_format, encoder, filters))
-            for name, (source, row_format) in zip(datasets, config.rows(), strict=True)
+            for name, (source, row_format) in zip(datasets, config.local_rows(), strict=True)
         }
 
     def names(self) -> list[str]:

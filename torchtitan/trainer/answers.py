@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torchtitan.components.chat_template.stops import Stops
 from torchtitan.components.checkpoint.state import kept_random_state
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
-from torchtitan.components.data.finetuning.prompt_rows import read_prompts
+from torchtitan.components.data.finetuning.prompts import read_prompts
 from torchtitan.components.evaluation.pass_at_k import pass_at_k
 from torchtitan.components.evaluation.validate import split_name
 from torchtitan.components.generation import Generation, Sampling, generate, stop_ids

@@ -44,7 +44,7 @@ from torchtitan.cli.main import main
 from torchtitan.components.checkpoint.filesystem import LocalFolder, RemoteFolder, folder_at
 from torchtitan.components.data import PretrainDataLoader
 from torchtitan.components.data.disk_cache import BLOCKS_FILE
-from torchtitan.components.data.finetuning import planned_loader
+from torchtitan.components.data.finetuning import rows_loader
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.finetuning.sft import SFTDataLoader
 from torchtitan.components.data.prepare import encoding
@@ -908,9 +908,9 @@ def test_chats_and_preferences(config, tmp_path, monkeypatch):
         "alpaca",
         *names,
     ]
-    listed, resolve = [], planned_loader.resolve_source
+    listed, resolve = [], rows_loader.resolve_source
     monkeypatch.setattr(
-        planned_loader,
+        rows_loader,
         "resolve_source",
         lambda name, **o: listed.append(name) or resolve(name, **o),
     )

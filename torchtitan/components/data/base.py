@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from torchtitan.components.chat_template import ChatTemplate
-from torchtitan.components.data.plan.sampler import Array, StepStatistics
+from torchtitan.components.data.plan.sampler import Array, State, StepStatistics
 from torchtitan.components.data.report import DataSummary
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import Configurable
@@ -19,6 +19,8 @@ from torchtitan.tools.process import usable_cores
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from torchtitan.protocols.images import ImageInputs
 
 NO_DOCUMENT = -1
 """Document number of a padding sample."""
@@ -62,7 +64,7 @@ def to_batch(samples: Sequence[Mapping[str, Array]]) -> Batch:
     return batch
 
 
-def images_in(batch: Batch) -> dict[str, Any]:
+def images_in(batch: Batch) -> "dict[str, ImageInputs]":
     """Return the argument of a model for the images of a batch, if its loader reads images."""
     return {"images": batch["images"]} if "images" in batch else {}
 
@@ -140,7 +142,7 @@ class BaseDataLoader(Configurable):
             """Prepare the data of a validated configuration once per host before training. Raise
             `UserError` if the data cannot be used."""
 
-        def identity(self) -> dict[str, Any]:
+        def identity(self) -> dict[str, object]:
             """Return the properties that identify this data in the run's identity: name →
             JSON-serializable value."""
             return {"dataloader": f"{self._owner.__module__}.{self._owner.__qualname__}"}
@@ -158,7 +160,9 @@ class BaseDataLoader(Configurable):
             names = self._owner.token_tensors  # type: ignore[attr-defined]
             return {name: torch.zeros((n_samples, seq_len), dtype=torch.int64) for name in names}
 
-        def blank_images(self, tokenizer: Callable[[], Tokenizer], n_tokens: int) -> Any:
+        def blank_images(
+            self, tokenizer: Callable[[], Tokenizer], n_tokens: int
+        ) -> "ImageInputs | None":
             """Return the `ImageInputs` of a batch that is all images, for a dry run; None: the data
             has no images."""
             return None
@@ -212,15 +216,15 @@ class BaseDataLoader(Configurable):
         """
         raise UserError(f"{type(self).__qualname__} has no weights of datasets")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the position as JSON-serializable values."""
         raise NotImplementedError
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore a saved position."""
         raise NotImplementedError
 
-    def present_state(self) -> Callable[[], dict[str, Any]]:
+    def present_state(self) -> Callable[[], State]:
         """Return a function that returns the `state_dict` of the present position, also after
         further batches, until `observe` is called. This is called in every step of a run that
         saves, so a loader with a large state overrides it."""
@@ -374,7 +378,7 @@ class TokenizingDataLoader(BaseDataLoader):
         return chat_assets(self._tokenizer, self.template) if self.template else {}
 
 
-def can_resume_position(state: dict[str, Any], fingerprint: str, dataset: str) -> bool:
+def can_resume_position(state: State, fingerprint: str, dataset: str) -> bool:
     """Return whether a saved position is valid for this run's data; if not, warn that reading
     restarts.
 

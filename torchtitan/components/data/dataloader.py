@@ -13,6 +13,7 @@ from torchtitan.components.data.base import (
 )
 from torchtitan.components.data.disk_cache import data_digest
 from torchtitan.components.data.plan.mixture import check_can_set_weights, check_weights
+from torchtitan.components.data.plan.sampler import State
 from torchtitan.components.data.prepare import prepared
 from torchtitan.components.data.prepare.encoding import document_encoding
 from torchtitan.components.data.pretraining.order import check_cycle
@@ -44,26 +45,16 @@ if TYPE_CHECKING:
 
 
 class WindowsDataLoader(TokenizingDataLoader):
-    """Windows of documents whose position a `BatchIterator` holds."""
+    """Windows whose position a `BatchIterator` holds. `_open` sets it and `dataset_names`, the
+    configured datasets."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(TokenizingDataLoader.Config):
-        """Training data."""
-
-        dataset: list[str] = field(default_factory=list)
-        """Datasets."""
-
-        weights: list[float] = field(default_factory=list)
-        """Relative share of each dataset in the windows."""
-
-    config: Config
     _batches: "BatchIterator"
 
     def set_seq_len(self, seq_len: int, longest: int) -> None:
         self._batches.set_seq_len(seq_len, longest)
 
     def set_weights(self, weights: Sequence[float]) -> None:
-        check_can_set_weights(bool(self.config.weights), self._layout.epochs)
+        check_can_set_weights(self._batches.has_weights, self._layout.epochs)
         check_weights("weights", weights, len(self.dataset_names))
         check_cycle(weights)
         self._batches.set_weights(list(weights))
@@ -75,18 +66,18 @@ class WindowsDataLoader(TokenizingDataLoader):
     def __next__(self) -> Batch:
         return next(self._batches)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         position = self._batches.state_dict()
         return {
-            "dataset": redacted(self.config.dataset),
+            "dataset": redacted(self.dataset_names),
             "data": self._batches.fingerprint,
             "position": position,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore a saved position. Ignore it with a warning if data, tokenizer, seq_len or
         shuffling differ."""
-        if can_resume_position(state, self._batches.fingerprint, " ".join(self.config.dataset)):
+        if can_resume_position(state, self._batches.fingerprint, " ".join(self.dataset_names)):
             self._batches.load_state_dict(state["position"])
 
     def document_names(self, documents: "Tensor") -> list[str]:
@@ -201,7 +192,7 @@ class PretrainDataLoader(WindowsDataLoader):
             streamed = is_single or self.stream == "all"
             return resolve_source(dataset, self.text_column, self.split, copied=not streamed)
 
-        def identity(self) -> dict[str, Any]:
+        def identity(self) -> dict[str, object]:
             """Return the loader's class, and the datasets' content, weights, split and text
             column."""
 

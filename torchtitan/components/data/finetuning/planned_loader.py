@@ -1,50 +1,25 @@
-"""Base class of the fine-tuning data loaders."""
+"""Batches of fine-tuning rows whose lengths are known: a planner decides which share a window."""
 
-import copy
-import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
 from torchtitan.components.data.base import (
     NO_DOCUMENT,
     Batch,
-    TokenizingDataLoader,
     can_resume_position,
     number_tokens,
 )
-from torchtitan.components.data.disk_cache import data_digest
-from torchtitan.components.data.finetuning.chat_encoding import (
-    ChatEncoder,
-    EncodedRow,
-    RowEncoder,
-)
-from torchtitan.components.data.finetuning.columns import parse_columns
-from torchtitan.components.data.finetuning.filters import FilterConfig, LossPolicy, Policy
-from torchtitan.components.data.finetuning.losses import PARTS, Part
-from torchtitan.components.data.finetuning.row_batches import check_processes
-from torchtitan.components.data.finetuning.row_formats import Kind, RowFormat, dataset_formats
-from torchtitan.components.data.finetuning.sample_cache import (
-    SampleCache,
-    first_columns,
-    open_sample_cache,
-)
+from torchtitan.components.data.finetuning.rows_loader import RowsDataLoader
 from torchtitan.components.data.finetuning.samples import (
     LengthFilteredDataset,
-    LengthLimit,
     SampleSets,
-    TooLong,
     WindowDataset,
-    Windows,
-    pack_windows,
 )
-from torchtitan.components.data.finetuning.stream_options import check_stream
 from torchtitan.components.data.plan import (
     Planner,
     Sampler,
@@ -52,25 +27,10 @@ from torchtitan.components.data.plan import (
     Snapshot,
     StepStatistics,
 )
-from torchtitan.components.data.prepare.prepared import (
-    dataset_identity,
-    find_prepared,
-    find_samples,
-    validation_split,
-)
+from torchtitan.components.data.plan.sampler import State
 from torchtitan.components.data.report import DataSummary, SetSummary
-from torchtitan.components.data.sources.source import (
-    AUTO,
-    CHAT_DATASETS,
-    Source,
-    StreamSource,
-    resolve_rows,
-    resolve_source,
-)
-from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.config.code import CodeReference
 from torchtitan.tools.digests import digest_of
-from torchtitan.tools.errors import UserError, require
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.redact import redacted
 
@@ -78,7 +38,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from torchtitan.components.data.finetuning.streams import RowStreamDataLoader
-    from torchtitan.components.data.pretraining.streaming import StreamOrder
     from torchtitan.components.data.workers import Workers
 
 PREFETCHED_BATCHES = 2
@@ -88,7 +47,7 @@ CHUNK_WITHOUT_PACKING = 1024
 """Samples drawn at a time if each window holds one sample; does not affect the order."""
 
 
-class PlannedDataLoader(TokenizingDataLoader):
+class PlannedDataLoader(RowsDataLoader):
     """Batches of the windows that a `Planner` plans.
 
     The global order of windows does not depend on ranks, workers or batch size B: the n-th batch of
@@ -97,239 +56,9 @@ class PlannedDataLoader(TokenizingDataLoader):
     number of ranks, workers or windows per batch. A batch's `documents` (B, M) are the sample
     numbers of each window over all datasets, padded with `NO_DOCUMENT`.
 
-    Subclasses define the kind of rows (`kind`) and their encoding (`encoder_class`), and may
-    override the maximum length (`max_length`), the planning of windows (`plan`) and the creation of
-    batches (`collate`).
+    Subclasses define the kind of rows, see `RowsDataLoader`, and may override the planning of
+    windows (`plan`).
     """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(TokenizingDataLoader.Config):
-        """Rows of fine-tuning data."""
-
-        dataset: list[str] = field(default_factory=list)
-        """Datasets, each a registered name or a local path: a file (json, jsonl, csv, parquet,
-        optionally .gz or .zst), a folder, a glob pattern, or a folder written by
-        `datasets.save_to_disk`; or a dataset on the Hugging Face Hub,
-        org/name[:config][@revision][split]."""
-        format: CodeReference = "auto"
-        """Row format: auto (detected from the columns), a format name, or a custom function,
-        package.module:function or path/to/file.py:function. Applies to all datasets that it
-        fits."""
-        columns: list[str] = field(default_factory=list)
-        """Columns to rename, as OURS=THEIRS: prompt=question. Applies to all datasets that have
-        them."""
-        chat_template: str = ""
-        """Chat template: chatml, llama3, mistral, alpaca, or a file; empty: the model's
-        template."""
-        empty: Policy = "drop"
-        """Rows without content: drop or error."""
-        broken: Policy = "error"
-        """Rows that cannot be read or encoded: drop or error."""
-        on_loss_of_reasoning: LossPolicy = "drop"
-        """Rows with a trained turn whose reasoning the chat template omits: error, drop, or train
-        (without it)."""
-        on_loss_of_tools: LossPolicy = "drop"
-        """Rows with a trained turn whose tool calls the chat template omits: error, drop, or
-        train."""
-        on_loss_of_content: LossPolicy = "drop"
-        """Rows with a trained turn whose text the chat template omits: error, drop, or train."""
-        too_long: TooLong = "drop"
-        """Samples longer than the sequence length: drop, truncate_left (keeps the end),
-        truncate_right, or error."""
-        encoding_processes: int = 0
-        """Processes that encode rows; 0: one and, if that takes longer than 2 seconds, one for each
-        core, at most 8. Their number does not change samples or order."""
-        stream: Literal["none", "all"] = "none"
-        """Datasets on the Hugging Face Hub to read and encode during training: all, or none, which
-        copies them first. Local data next to streams is read in the same way, and each dataset
-        once per epoch, unless the datasets have weights."""
-        shuffle_buffer: int = 4096
-        """Rows of a stream that are shuffled and packed together, for each rank and worker."""
-        sampler: Sampler.Config = field(default_factory=ShuffleSampler.Config)
-        """Order in which samples are drawn."""
-
-        has_images: ClassVar[bool] = False
-        """True if rows have images, which are not in a cache of samples."""
-
-        def validate(self) -> None:
-            TokenizingDataLoader.Config.validate(self)
-            if not self.dataset or "" in self.dataset:
-                raise UserError("--dataloader.dataset is empty; set it to a file such as my.jsonl")
-            parse_columns(self.columns)
-            n_processes = self.encoding_processes
-            require(n_processes >= 0, "--dataloader.encoding_processes", n_processes, "at least 0")
-            buffer = self.shuffle_buffer
-            require(buffer >= 1, "--dataloader.shuffle_buffer", buffer, "at least 1 row")
-            if self.stream == "all":
-                check_stream(self)
-
-        def build(self, *args: Any, **runtime: Any) -> Any:
-            """Build the loader of one data-parallel rank; with `stream`, a
-            `RowStreamDataLoader`."""
-            if self.stream == "none":
-                return TokenizingDataLoader.Config.build(self, *args, **runtime)
-            self.validate()
-            return self.loader.stream_class()(copy.deepcopy(self), *args, **runtime)
-
-        def stream_order(self, seed: int) -> "StreamOrder":
-            """Return the order of streamed rows."""
-            from torchtitan.components.data.pretraining.streaming import StreamOrder
-
-            assert isinstance(self.sampler, ShuffleSampler.Config)  # says `validate`
-            return StreamOrder(
-                shuffle=self.sampler.shuffle, block_size=self.shuffle_buffer, seed=seed
-            )
-
-        def check_host(self) -> None:
-            """Raise `UserError` for processes that this host cannot run."""
-            TokenizingDataLoader.Config.check_host(self)
-            check_processes(self.encoding_processes)
-
-        def prepare(self, *, tokenizer: Tokenizer) -> None:
-            self.check_host()
-            template = self.find_template(tokenizer)
-            if self.stream == "none":
-                self.open_caches(tokenizer, template)
-            else:
-                self.rows()
-
-        def open_caches(
-            self, tokenizer: Tokenizer, template: ChatTemplate | None
-        ) -> list[SampleCache]:
-            """Open the cache of each dataset, encoding it if necessary. Raise `UserError` for
-            unusable data."""
-            encoder, filters = self.encoder(tokenizer, template), self.filters()
-            caches = [
-                find_samples(name, self.split, encoder, verify=self.verify_caches)
-                for name in self.dataset
-            ]
-            rows = iter(self.rows())
-            return [
-                cache
-                or open_sample_cache(
-                    *next(rows),
-                    encoder,
-                    filters,
-                    self.cache_dir,
-                    verify=self.verify_caches,
-                    processes=self.encoding_processes,
-                )
-                for cache in caches
-            ]
-
-        def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> RowEncoder:
-            return self.loader.encoder_class(
-                ChatEncoder(tokenizer, template, "assistant", self.accepted_losses())
-            )
-
-        def batch_maker(self, tokenizer: Tokenizer) -> Callable[[Windows, int], Batch]:
-            """Return the function that creates batches, by default the loader's `collate`; worker
-            processes get a copy."""
-            return self.loader.collate
-
-        def filters(self) -> FilterConfig:
-            return FilterConfig(
-                empty=self.empty, broken=self.broken, untrained=None, **self.loss_policies()
-            )
-
-        def length_limit(self, max_length: int) -> LengthLimit:
-            """Return the limit on samples for sequences of at most `max_length` tokens."""
-            return LengthLimit(max_length, self.too_long, self.filters().untrained)
-
-        def loss_policies(self) -> dict[str, Any]:
-            """Return the policies for parts of messages that a template omits, by option."""
-            return {
-                "on_loss_of_reasoning": self.on_loss_of_reasoning,
-                "on_loss_of_tools": self.on_loss_of_tools,
-                "on_loss_of_content": self.on_loss_of_content,
-            }
-
-        def accepted_losses(self) -> list[Part]:
-            """Return the parts of messages that a template may omit."""
-            policies = self.loss_policies()
-            return [part for part in PARTS if policies[f"on_loss_of_{part}"] == "train"]
-
-        def order_key(self) -> list[object]:
-            """Return all settings that affect windows, except samples and sequence length, as
-            JSON-serializable values."""
-            return [self.too_long, self.sampler.to_dict()]
-
-        def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
-            """Return the configured template, by default the model's; None if not needed. Raise
-            `UserError` if missing."""
-            return resolve_chat_template(
-                self.chat_template, [tokenizer.folder] if tokenizer.folder else [], tokenizer
-            )
-
-        def rows(self) -> list[tuple[Any, RowFormat]]:
-            """Return the source and row format of each dataset that is not prepared. A source is a
-            `Source` or, with `stream`, maybe a `StreamSource`. Raise `UserError` if the
-            source or format is unknown, or for prepared data with `stream`."""
-            prepared = [name for name in self.dataset if find_prepared(name, CHAT_DATASETS)]
-            if prepared and self.stream == "all":
-                raise UserError(
-                    f"--dataloader.stream all: {prepared[0]} is prepared data, which is not read "
-                    "as rows; name the rows, or set --dataloader.stream none"
-                )
-            raw = [dataset for dataset in self.dataset if dataset not in prepared]
-            sources = [self.source(dataset) for dataset in raw]
-            columns = [
-                list(source.first_row(source.open_rows))
-                if isinstance(source, StreamSource)
-                else first_columns(source)
-                for source in sources
-            ]
-            mapping = parse_columns(self.columns)
-            formats = dataset_formats(raw, columns, self.format, mapping, self.loader.kind)
-            return list(zip(sources, formats, strict=True))
-
-        def source(self, dataset: str) -> Source | StreamSource:
-            """Return the rows of a dataset that is not prepared. Raise `UserError` if there are
-            none."""
-            if self.stream == "all":
-                return resolve_rows(dataset, self.split)
-            return resolve_source(dataset, split=self.split, catalog=CHAT_DATASETS)
-
-        def identity(self) -> dict[str, Any]:
-            """Return the loader's class, the content of its datasets, and the options for reading
-            rows."""
-            digest = partial(data_digest, self.source, self.cache_dir)
-            options = ("split", "format", "columns", "chat_template")
-            return TokenizingDataLoader.Config.identity(self) | {
-                "dataloader.dataset": dataset_identity(self.dataset, digest, CHAT_DATASETS),
-                **{f"dataloader.{name}": getattr(self, name) for name in options},
-            }
-
-        def for_validation(self, dataset: str) -> Self | None:
-            """Return the config for the validation split of `dataset` (all data if it has no
-            splits), by default of the training datasets that have one. `format` and `columns` are
-            kept if they fit."""
-            if (found := validation_split(dataset, self.dataset, CHAT_DATASETS)) is None:
-                return None
-            chosen, split = found
-            in_order = ShuffleSampler.Config(shuffle=False)
-            config = dataclasses.replace(
-                self, dataset=chosen, split=split, sampler=in_order, num_workers=0
-            )
-            if self.format == AUTO and not self.columns:
-                return config
-            try:
-                config.rows()
-            except UserError:
-                return dataclasses.replace(config, format=AUTO, columns=[])
-            return config
-
-        @property
-        def loader(self) -> "type[PlannedDataLoader]":
-            """The class that it builds without streams."""
-            assert issubclass(self._owner, PlannedDataLoader)
-            return self._owner
-
-    config: Config
-
-    kind: ClassVar[Kind]
-    """Purpose of the rows."""
-    encoder_class: ClassVar[type[RowEncoder]]
 
     @classmethod
     def stream_class(cls) -> "type[RowStreamDataLoader]":
@@ -356,33 +85,6 @@ class PlannedDataLoader(TokenizingDataLoader):
         windows_by_epoch = self._planner.windows_by_epoch
         self.n_samples = None if windows_by_epoch is None else sum(windows_by_epoch)
         self.log_data()
-
-    @staticmethod
-    def max_length(seq_len: int) -> int:
-        """Return the maximum number of tokens in a sequence; its last token is only a label and
-        needs no position."""
-        return seq_len + 1
-
-    @staticmethod
-    def positions_of(row: EncodedRow) -> int:
-        """Return how much of `positions_of_window` a row takes; by default, all of it."""
-        return 1
-
-    @staticmethod
-    def positions_of_window(seq_len: int) -> int:
-        """Return the size of a window."""
-        return 1
-
-    @staticmethod
-    def collate(windows: Windows, seq_len: int) -> Batch:
-        """Return a batch without `documents`."""
-        return pack_windows(windows, seq_len)
-
-    @staticmethod
-    def label_warning(lengths: Sequence[int]) -> str:
-        """Return a warning about the labels of all rows, given the most tokens of each of their
-        parts; empty: none."""
-        return ""
 
     def plan(
         self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any
@@ -534,19 +236,19 @@ class PlannedDataLoader(TokenizingDataLoader):
         """Position after the last batch of a step, by default the last one that was returned."""
         return self._position
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return self._state_at(self.position)
 
-    def present_state(self) -> Callable[[], dict[str, Any]]:
+    def present_state(self) -> Callable[[], State]:
         # a snapshot refers to arrays, which nothing modifies
         return partial(self._state_at, self.position)
 
-    def _state_at(self, snapshot: Snapshot) -> dict[str, object]:
+    def _state_at(self, snapshot: Snapshot) -> State:
         position = self._planner.state_dict(snapshot)
         names = redacted(self.config.dataset)
         return {"dataset": names, "data": self.fingerprint, "position": position}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore a saved position. Ignore it with a warning if the data or its order differ."""
         if not can_resume_position(state, self.fingerprint, " ".join(self.config.dataset)):
             return

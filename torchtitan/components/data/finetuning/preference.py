@@ -88,6 +88,9 @@ class PreferenceDataLoader(PlannedDataLoader):
         def order_key(self) -> list[object]:
             return [*PlannedDataLoader.Config.order_key(self), self.packing]
 
+        def packing_method(self) -> Packing:
+            return self.packing
+
     config: Config
     kind: ClassVar[Kind] = "preference"
     encoder_class: ClassVar[type[RowEncoder]] = PairEncoder

@@ -1,18 +1,18 @@
 """Prompts that are streamed during training."""
 
 from collections.abc import Callable
-from typing import Any
 
 from torchtitan.components.data.finetuning.chat_encoding import EncodedRow
-from torchtitan.components.data.finetuning.prompt_position import PromptPosition
+from torchtitan.components.data.finetuning.prompts import PromptPosition
 from torchtitan.components.data.finetuning.row_batches import BatchEncoder
 from torchtitan.components.data.finetuning.streams import RowStreamDataLoader
+from torchtitan.components.data.plan.sampler import State
 from torchtitan.components.data.sources.rows import Row
 from torchtitan.components.data.sources.source import StreamSource
 from torchtitan.tools.digests import digest_of
 
 
-class PromptStreamDataLoader(PromptPosition, RowStreamDataLoader):
+class PromptStreamDataLoader(PromptPosition[Callable[[], State]], RowStreamDataLoader):
     """Prompts of streams; see `RowStreamDataLoader`."""
 
     @property
@@ -40,12 +40,12 @@ class PromptStreamDataLoader(PromptPosition, RowStreamDataLoader):
     def read_ahead(self, n_prompts: int) -> None:
         """Prompts of streams may be read any time ahead: steps do not change their order."""
 
-    def read_position(self) -> Callable[[], dict[str, Any]]:
+    def read_position(self) -> Callable[[], State]:
         """Return a function that returns the state after the last batch that was read."""
         return super().present_state()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return self.present_state()()
 
-    def present_state(self) -> Callable[[], dict[str, Any]]:
+    def present_state(self) -> Callable[[], State]:
         return self._held or self.read_position()

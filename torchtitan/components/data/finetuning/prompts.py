@@ -2,9 +2,9 @@
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -14,21 +14,53 @@ from torchtitan.components.data.finetuning.chat_encoding import (
     EncodedSample,
     RowEncoder,
 )
-from torchtitan.components.data.finetuning.conversation import Prompt, Sample
+from torchtitan.components.data.finetuning.conversation import BrokenSample, Prompt, Sample
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
-from torchtitan.components.data.finetuning.prompt_position import PromptPosition
-from torchtitan.components.data.finetuning.row_formats import Kind
-from torchtitan.components.data.finetuning.samples import Windows
+from torchtitan.components.data.finetuning.row_formats import Kind, dataset_formats
+from torchtitan.components.data.finetuning.sample_cache import first_columns
+from torchtitan.components.data.finetuning.samples import Windows, pack_windows
 from torchtitan.components.data.plan import Snapshot
+from torchtitan.components.data.plan.sampler import State
+from torchtitan.components.data.sources.source import AUTO, CHAT_DATASETS, Source, resolve_source
+from torchtitan.tools.errors import UserError
 
 if TYPE_CHECKING:
     from torchtitan.components.data.finetuning.prompt_streams import PromptStreamDataLoader
 
 
-def first_message(row: dict[str, Any]) -> dict[str, Any]:
+P = TypeVar("P")
+
+
+def first_message(row: dict[str, Any]) -> dict[str, object]:
     """Return the prompt of a conversation: its messages before the first answer."""
     messages = itertools.takewhile(lambda message: message["role"] != "assistant", row["messages"])
     return {"prompt": list(messages)}
+
+
+class PromptPosition(Generic[P]):
+    """Base of prompt loaders for methods that sample their answers; it comes first in the list of
+    bases. `P` is a position in the prompts, as `read_position` returns it."""
+
+    packs_answers: ClassVar[bool] = True
+    """True if a window may hold several prompts with their answers."""
+    _held: P | None = None
+
+    def hold(self, position: P) -> None:
+        """Keep `position` at this value of `read_position` while further batches are read ahead of
+        their steps."""
+        self._held = position
+
+    def load_state_dict(self, state: State) -> None:
+        self._held = None
+        super().load_state_dict(state)  # type: ignore[misc]
+
+    def image_reader(self) -> Any:
+        """Return the reader of prompt images; None if prompts are text."""
+        return None
+
+    def answer_batch_maker(self) -> Callable[[Windows, int], Batch]:
+        """Return the function that makes batches of windows of prompts with their answers."""
+        return pack_windows
 
 
 class PromptRowEncoder(RowEncoder):
@@ -43,7 +75,7 @@ class PromptRowEncoder(RowEncoder):
         return EncodedRow((EncodedSample(ids, np.zeros(len(ids), bool)),), sample.answer_and_row())
 
 
-class PromptDataLoader(PromptPosition, PlannedDataLoader):
+class PromptDataLoader(PromptPosition[Snapshot], PlannedDataLoader):
     """Prompts for generation; see `PlannedDataLoader` for order and position.
 
     A batch has lists with an element for each sample: `prompts`, the token ids including the
@@ -109,7 +141,7 @@ class PromptInBatch(NamedTuple):
     row: dict[str, Any]
     document: int
     """Number in the data."""
-    images: Sequence[Mapping[str, Any]]
+    images: Sequence[Mapping[str, object]]
 
 
 def prompts_in(batch: Batch) -> list[PromptInBatch]:
@@ -122,3 +154,29 @@ def prompts_in(batch: Batch) -> list[PromptInBatch]:
     )
     prompts = itertools.starmap(PromptInBatch, zip(*columns, strict=True))
     return [prompt for prompt in prompts if prompt.document != NO_DOCUMENT]
+
+
+def read_prompts(dataset: str, limit: int | None = None) -> list[Prompt]:
+    """Return the first `limit` prompts (None: all) of a dataset as in `--dataloader.dataset` of
+    reinforcement learning. Raise `UserError` for a row that cannot be read, and without prompts."""
+    source = resolve_source(dataset, catalog=CHAT_DATASETS)
+    assert isinstance(source, Source)
+    prompts = list(itertools.islice(_prompts(dataset, source), limit))
+    if not prompts:
+        raise UserError(f"{source.name} has no prompts; add some, or name other data")
+    return prompts
+
+
+def _prompts(dataset: str, source: Source) -> Iterator[Prompt]:
+    (format,) = dataset_formats([dataset], [first_columns(source)], AUTO, {}, "prompt")
+    for row in source.rows(lambda _: None):
+        if row.values is None:
+            raise UserError(f"{row.where}: {row.error}")
+        try:
+            sample = format.convert(row.values)
+        except (BrokenSample, UserError) as error:
+            raise UserError(f"{row.where}: {error}") from None
+        if sample is not None:
+            assert isinstance(sample, Prompt)
+            answer, values = json.loads(sample.answer_and_row())
+            yield Prompt(sample.prompt, answer, values)

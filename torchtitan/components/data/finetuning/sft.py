@@ -131,18 +131,21 @@ class SFTDataLoader(PlannedDataLoader):
             self.filters()
 
         def filters(self) -> FilterConfig:
-            """Return the filters for rows. Raise `UserError` for invalid limits."""
-            return FilterConfig(
-                empty=self.empty,
-                broken=self.broken,
+            return dataclasses.replace(
+                PlannedDataLoader.Config.filters(self),
                 untrained=self.untrained,
                 min_tokens=self.min_tokens,
                 max_tokens=self.max_tokens,
                 token_range=parse_token_range(self.token_range),
                 max_repetition=self.max_repetition,
                 repetition_ngram=self.repetition_ngram,
-                **self.loss_policies(),
             )
+
+        def dataset_weights(self) -> Sequence[float]:
+            return self.weights
+
+        def packing_method(self) -> Packing:
+            return self.packing
 
         def encoder(
             self, tokenizer: Tokenizer, template: ChatTemplate | None
@@ -151,11 +154,11 @@ class SFTDataLoader(PlannedDataLoader):
                 ChatEncoder(tokenizer, template, self.train_on, self.accepted_losses())
             )
 
-        def identity(self) -> dict[str, Any]:
+        def identity(self) -> dict[str, object]:
             """Return the identity of the data and of the trained turns."""
             return PlannedDataLoader.Config.identity(self) | {"dataloader.train_on": self.train_on}
 
-        def order_key(self) -> list[Any]:  # without weights, which a resumed run may change
+        def order_key(self) -> list[object]:  # without weights, which a resumed run may change
             return [
                 self.too_long,
                 self.untrained,

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,18 +18,19 @@ from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, Layout
 from torchtitan.components.data.dataloader import WindowsDataLoader
 from torchtitan.components.data.disk_cache import data_digest
-from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, RowEncoder
-from torchtitan.components.data.finetuning.filters import Dropped, FilterConfig
+from torchtitan.components.data.finetuning.chat_encoding import EncodedRow
+from torchtitan.components.data.finetuning.filters import Dropped
 from torchtitan.components.data.finetuning.row_batches import BatchEncoder, EncodedBatch
 from torchtitan.components.data.finetuning.row_formats import RowFormat
+from torchtitan.components.data.finetuning.rows_loader import RowsDataLoader
 from torchtitan.components.data.finetuning.sample_cache import name_of, row_of
 from torchtitan.components.data.finetuning.samples import (
     LengthLimit,
-    Windows,
     count_too_long,
     warnings_of,
 )
 from torchtitan.components.data.plan.packing import PACKINGS
+from torchtitan.components.data.plan.sampler import State
 from torchtitan.components.data.pretraining.order import permute
 from torchtitan.components.data.pretraining.streaming import (
     Feed,
@@ -52,39 +53,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class RowKind(Protocol):
-    """The loader of rows without streams, which knows the form of their windows."""
-
-    @staticmethod
-    def max_length(seq_len: int) -> int: ...
-
-    @staticmethod
-    def positions_of(row: EncodedRow) -> int: ...
-
-    @staticmethod
-    def positions_of_window(seq_len: int) -> int: ...
-
-    @staticmethod
-    def label_warning(lengths: Sequence[int]) -> str: ...
-
-
-class RowsConfig(Protocol):
-    """The configuration of rows: the part of `PlannedDataLoader.Config` that streams use."""
-
-    @property
-    def loader(self) -> type[RowKind]: ...
-
-    def encoder(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> RowEncoder: ...
-
-    def filters(self) -> FilterConfig: ...
-
-    def length_limit(self, max_length: int) -> LengthLimit: ...
-
-    def order_key(self) -> list[Any]: ...
-
-    def batch_maker(self, tokenizer: Tokenizer) -> Callable[[Windows, int], Batch]: ...
-
-
 class RowSet(NamedTuple):
     """One dataset of a stream."""
 
@@ -104,13 +72,13 @@ class RowSet(NamedTuple):
 class RowWindows:
     """Creation of windows from rows."""
 
-    config: RowsConfig
+    config: RowsDataLoader.Config
     tokenizer: Tokenizer
     template: ChatTemplate | None
     seq_len: int
 
     @property
-    def loader(self) -> type[RowKind]:
+    def loader(self) -> type[RowsDataLoader]:
         """The loader of the same rows without streams."""
         return self.config.loader
 
@@ -128,10 +96,10 @@ class RowWindows:
     def pack(self, rows: Sequence[EncodedRow]) -> list[np.ndarray]:
         """Return the row indices of each window."""
         sizes = np.array([self.loader.positions_of(row) for row in rows], np.int64)
-        packing = PACKINGS[getattr(self.config, "packing", "none")]
+        packing = PACKINGS[self.config.packing_method()]
         return packing(sizes, self.loader.positions_of_window(self.seq_len))
 
-    def key(self) -> list[Any]:
+    def key(self) -> list[object]:
         """Return the settings that windows depend on, as JSON-serializable values."""
         config = self.config
         encoder = config.encoder(self.tokenizer, self.template)
@@ -349,8 +317,7 @@ class RowStreamDataLoader(WindowsDataLoader):
     have the same form. Datasets take turns by their weights, window by window; without weights, by
     the sizes of their files, and each dataset is read once per epoch."""
 
-    config: Any
-    """A `PlannedDataLoader.Config`."""
+    config: RowsDataLoader.Config
 
     def _open(self, seed: int, samples_per_step: int) -> None:
         config = self.config
@@ -363,7 +330,7 @@ class RowStreamDataLoader(WindowsDataLoader):
             template=self.template,
             seq_len=self._layout.seq_len,
         )
-        weights = getattr(config, "weights", [])  # which not all loaders have
+        weights = config.dataset_weights()
         self._batches = RowStreamBatches(self._sets(), weights, self._layout, order, rows)
         self.n_samples = None
 
@@ -388,7 +355,7 @@ class RowStreamDataLoader(WindowsDataLoader):
             raise UserError(f"{self.config.loader.__qualname__} has no weights of datasets")
         super().set_weights(weights)
 
-    def present_state(self) -> Callable[[], dict[str, Any]]:
+    def present_state(self) -> Callable[[], State]:
         state = WindowsDataLoader.state_dict(self)  # a subclass may return an earlier one
         return lambda: state
 

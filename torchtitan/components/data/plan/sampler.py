@@ -11,6 +11,10 @@ from torchtitan.config import Configurable
 
 Array = npt.NDArray[np.int64]
 
+State = dict[str, Any]
+"""Position or settings of an object as JSON-serializable values, by name. Its `load_state_dict`
+gets what its `state_dict` returned, and knows the type of each value."""
+
 
 @dataclass(frozen=True)
 class StepStatistics:
@@ -97,13 +101,13 @@ class Sampler(Configurable):
         """Adapt to a training step; `statistics.samples` are numbers in this dataset. Called in
         step order, after the samples prefetched for later steps have been drawn; see `Planner`."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the complete state, JSON-serializable except for numpy arrays as values. This is
         called for every batch, so return large state as arrays without copying, and do not modify
         the arrays later."""
         raise NotImplementedError
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore a saved state, with lists instead of arrays."""
         raise NotImplementedError
 
@@ -147,10 +151,10 @@ class ShuffleSampler(Sampler):
             return np.arange(self.n_samples)
         return permutation(self.n_samples, self.seed, self._epoch)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"seed": self.seed, "epoch": self._epoch, "drawn": self._drawn}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         # With a different seed, samples of this epoch would be repeated or skipped.
         self.seed = state["seed"]
         self._epoch = state["epoch"]
@@ -168,7 +172,7 @@ def permutation(size: int, *key: int) -> Array:
     return np.argsort(raw, kind="stable")
 
 
-def arrays_to_lists(values: Mapping[str, object]) -> dict[str, Any]:
+def arrays_to_lists(values: Mapping[str, object]) -> State:
     """Return a copy with numpy arrays converted to lists."""
     return {
         name: value.tolist() if isinstance(value, np.ndarray) else value

@@ -1,12 +1,12 @@
 """Samplers that draw some samples more often than others, by their results in training."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan.components.data.plan.sampler import Array, Sampler, StepStatistics
+from torchtitan.components.data.plan.sampler import Array, Sampler, State, StepStatistics
 from torchtitan.tools.errors import require
 
 _UNSEEN = -1.0
@@ -88,10 +88,10 @@ class WeightedSampler(Sampler):
             before < 0, values, momentum * before + (1 - momentum) * values
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"seed": self.seed, "drawn": self._drawn, "estimates": self._estimates}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self.seed = state["seed"]
         self._drawn = state["drawn"]
         self._estimates = np.array(state["estimates"])

@@ -102,7 +102,10 @@ class BatchIterator(ABC):
         n_samples: samples of all epochs over all ranks; None: unknown or endless.
     """
 
-    def __init__(self, layout: Layout, fingerprint: Sequence[Any], n_samples: int | None = None):
+    _weights: Sequence[float]
+    """Present share of each set; empty: none."""
+
+    def __init__(self, layout: Layout, fingerprint: Sequence[object], n_samples: int | None = None):
         self.fingerprint = digest_of(fingerprint)
         self.n_samples = n_samples
         self.exhausted = False
@@ -120,6 +123,11 @@ class BatchIterator(ABC):
         raise UserError(
             "--training.seq_len_schedule: the windows of a stream have one length; use local data"
         )
+
+    @property
+    def has_weights(self) -> bool:
+        """True if the sets have weights, which can be replaced."""
+        return bool(self._weights)
 
     @abstractmethod
     def set_weights(self, weights: Sequence[float]) -> None:
