@@ -22,6 +22,7 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config import CompileConfig
 from torchtitan.distributed.activation_checkpoint import apply_activation_checkpointing
 from torchtitan.distributed.expert_parallel import TokenExchange
+from torchtitan.dry_run.layer_replay import LayerReplay
 from torchtitan.dry_run.memory_tracker import MEMORY_KINDS, MemoryKind, MemoryTracker
 from torchtitan.dry_run.microbatch_replay import MicrobatchReplay
 from torchtitan.dry_run.observer import observing
@@ -113,6 +114,10 @@ class FakeTrainer(Trainer):
     other ranks."""
 
     work_of_second: Work
+    replays_layers = True
+    """False: compute equal layers too."""
+    last_layers: dict[int, int] | None = None
+    """For `LayerReplay`."""
     loss_device_type = "cuda"
     image_flops = 0.0
     """Operations for the images of a step, by the formula of model FLOP/s utilization, divided
@@ -275,6 +280,10 @@ class FakeTrainer(Trainer):
             MicrobatchReplay(
                 schedule, self.memory, self.work, self.label_training_allocations
             ).install()
+        elif self.replays_layers:
+            parts: list[Any] = self.model_parts
+            for part in parts:
+                LayerReplay(part, self.memory, self.work, self.last_layers)
         loader, training = self.config.dataloader, self.config.training
         seq_len = training.seq_len * self.sequences_per_sample
         with self.fake_mode, observing(self.memory, self.work):

@@ -95,6 +95,22 @@ class MemoryTracker(Observer):
         """Return the memory of a plain tensor; None if it is not tracked."""
         return self._allocations.get(storage_key(tensor.untyped_storage()))
 
+    def created(self, start: int, end: int) -> list[Allocation]:
+        """Return the memory that was allocated between two moments, in order."""
+        return list(dict.fromkeys(one for one, change in self._events[start:end] if change > 0))
+
+    def changes(self, start: int, end: int, of: Sequence[Allocation]) -> list[tuple[int, int]]:
+        """Return the events of these allocations between two moments, each as its index and the
+        change in bytes."""
+        index = {one: i for i, one in enumerate(of)}
+        return [(index[one], change) for one, change in self._events[start:end] if one in index]
+
+    def place(self, tensor: Tensor, allocation: Allocation) -> None:
+        """Let a new tensor, whose creation was not observed, have the memory of `allocation`."""
+        storage = tensor.untyped_storage()
+        allocation.reference = self._reference(storage)
+        self._allocations[storage_key(storage)] = allocation
+
     def replay(
         self,
         start: int,
@@ -127,11 +143,13 @@ class MemoryTracker(Observer):
     def _allocation(self, storage: torch.UntypedStorage) -> Allocation:
         address = storage_key(storage)
         if address not in self._allocations:
-            reference = weakref.ref(
-                storage, lambda _: self._resize(self._allocations.pop(address), 0)
-            )
-            self._allocations[address] = Allocation(reference=reference)
+            self._allocations[address] = Allocation(reference=self._reference(storage))
         return self._allocations[address]
+
+    def _reference(self, storage: torch.UntypedStorage) -> "weakref.ref[torch.UntypedStorage]":
+        """Return a reference to a storage, which frees its memory with it."""
+        address = storage_key(storage)
+        return weakref.ref(storage, lambda _: self._resize(self._allocations.pop(address), 0))
 
     def _resize(self, allocation: Allocation, n_bytes: int) -> None:
         changes = (-allocation.n_bytes, n_bytes)

@@ -1,6 +1,7 @@
 """Runs the dry run and reports each rank."""
 
 import dataclasses
+import functools
 import json
 import sys
 from collections import Counter
@@ -20,6 +21,7 @@ from torchtitan.dry_run.fake_trainer import (
     images_of,
     without_data,
 )
+from torchtitan.dry_run.layer_replay import LayersDiffer
 from torchtitan.dry_run.memory_tracker import MEMORY_KINDS, MemoryKind
 from torchtitan.dry_run.work_tracker import CommunicationKind, Transfer, Work
 from torchtitan.tools import durable
@@ -196,28 +198,46 @@ def dry_run(config: Trainer.Config, world_size: int) -> list[RankReport]:
 def reports_of(config: Trainer.Config, world_size: int) -> Iterator[RankReport]:
     """Simulate one step on each rank with different pipeline stages, without output. Raise
     `UserError` if the model reads values."""
-    dry_config, exception_hook = without_data(config), sys.excepthook
+    dry_config = without_data(config)
     for rank in range(0, world_size, world_size // config.parallelism.pipeline_parallel_degree):
-        if world_size > 1:
-            init_fake_group(rank, world_size)
+        run = functools.partial(_simulate, config, dry_config, rank, world_size)
         try:
-            trainer = fake_trainer(dry_config)
-            trainer.measure_step(images_of(config, trainer.sequences_per_sample))
-            report = report_of(trainer, config.compile)
-        except (DynamicOutputShapeException, DataDependentOutputException) as error:
-            raise UserError(
-                f"a dry run has no values, but {config.model_spec.name} reads some "
-                f"({error.func}), as to loop over the experts that tokens chose; run a step on "
-                "the device instead"
-            ) from error
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            sys.excepthook = exception_hook  # each process group prefixes a traceback with its rank
-            # PyTorch caches the process groups of one rank, and would reuse them for the mesh of
-            # the next rank.
-            clear_sharding_cache()
+            report = run()
+        except LayersDiffer as error:
+            try:
+                report = run(last_layers=error.lasts)
+            except LayersDiffer:
+                report = run(replays_layers=False)
         yield report
+
+
+def _simulate(
+    config: Trainer.Config, dry_config: Trainer.Config, rank: int, world_size: int, **options: Any
+) -> RankReport:
+    """Simulate one step on a rank; `options` are attributes of the trainer. Raise `LayersDiffer`,
+    or `UserError` if the model reads values."""
+    exception_hook = sys.excepthook
+    if world_size > 1:
+        init_fake_group(rank, world_size)
+    try:
+        trainer = fake_trainer(dry_config)
+        for name, value in options.items():
+            setattr(trainer, name, value)
+        trainer.measure_step(images_of(config, trainer.sequences_per_sample))
+        return report_of(trainer, config.compile)
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise UserError(
+            f"a dry run has no values, but {config.model_spec.name} reads some "
+            f"({error.func}), as to loop over the experts that tokens chose; run a step on "
+            "the device instead"
+        ) from error
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sys.excepthook = exception_hook  # each process group prefixes a traceback with its rank
+        # PyTorch caches the process groups of one rank, and would reuse them for the mesh of the
+        # next rank.
+        clear_sharding_cache()
 
 
 def _print(reports: Sequence[RankReport]) -> None:

@@ -357,6 +357,13 @@ def storage_key(storage: "torch.UntypedStorage") -> int:
     return storage._cdata
 
 
+def storage_references(storage: "torch.UntypedStorage") -> int:
+    """Return how many tensors and storages refer to the memory of a live storage."""
+    import torch
+
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
 def offset_in_file(storage: "torch.UntypedStorage") -> int | None:
     """Return the offset of a fake storage from `torch.load` in its file, in an attribute that
     PyTorch documents."""

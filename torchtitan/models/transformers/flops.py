@@ -1,17 +1,17 @@
 """Counts the operations of a transformers class in its forward pass on tensors without memory."""
 
 import functools
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.models.transformers.balance import returns_router_loss
 from torchtitan.models.transformers.tiny import text_inputs
 from torchtitan.protocols.model import BaseModel, converted_modules
+from torchtitan.tools.equal_layers import facts_of, facts_of_layer
 from torchtitan.tools.logging import logger
 from torchtitan.tools.torch_private import (
     OpOverload,
@@ -23,9 +23,6 @@ from torchtitan.tools.torch_private import (
 _STEP = 64
 """Length of the shortest of three passes whose operations are extrapolated; chunks of recurrent
 layers divide it."""
-
-_LAYER_NUMBER = re.compile("layer|idx|index")
-"""Part of the name of a field with the number of a layer."""
 
 
 class _WithoutValues(TorchDispatchMode):
@@ -70,7 +67,7 @@ class _EqualLayers:
         self, index: int, layer: nn.Module, compute: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         def facts() -> object:
-            return _facts_of_layer(layer, index), _facts_of((args, kwargs))
+            return facts_of_layer(layer, index), facts_of((args, kwargs))
 
         try:
             key = facts()
@@ -85,49 +82,6 @@ class _EqualLayers:
         if facts() == key:
             self._known[key] = self._so_far() - before, result
         return result
-
-
-def _facts_of_layer(layer: nn.Module, index: int) -> object:
-    """Return all that the operations of a layer depend on, without its number `index`."""
-    return tuple(
-        (
-            name,
-            type(module),
-            _facts_of(dict(module.named_parameters(recurse=False))),
-            _facts_of(dict(module.named_buffers(recurse=False))),
-            tuple(
-                (key, _facts_of_field(key, value, index))
-                for key, value in vars(module).items()
-                if not key.startswith("_") and key != "forward"
-            ),
-        )
-        for name, module in layer.named_modules()
-    )
-
-
-def _facts_of_field(name: str, value: object, index: int) -> object:
-    if type(value) is int and value == index and _LAYER_NUMBER.search(name):
-        return "the number of the layer"
-    try:
-        if isinstance(value, functools.partial):  # as of an activation function
-            return id(value.func), _facts_of((value.args, value.keywords))
-        return _facts_of(value)
-    except TypeError:
-        return id(value)
-
-
-def _facts_of(value: object) -> object:
-    """Return what tells tensors without values, or collections of them, from others. Raise
-    `TypeError` for other objects."""
-    if isinstance(value, Tensor):
-        return "tensor", value.shape, value.stride(), value.dtype, value.device
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_facts_of, value))
-    if isinstance(value, Mapping):
-        return type(value), tuple((key, _facts_of(item)) for key, item in value.items())
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
-        return type(value), value
-    raise TypeError(f"{type(value)} may hold anything")
 
 
 def forward_flops(plain: nn.Module, seq_len: int, *, is_recurrent: bool) -> float:
