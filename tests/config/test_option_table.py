@@ -342,6 +342,16 @@ def test_values_are_those_of_tyro():
     assert n_set > 300
 
 
+def test_default_values_are_not_shared():
+    """A process reads the table once, and a configuration may change its lists."""
+    changed = known_configuration("llama3", "debugmodel").value("dataloader.dataset", {})
+    changed.append("another")
+    known = known_configuration("llama3", "debugmodel")
+    assert known.value("dataloader.dataset", {}) == ["stories"]
+    known.component("dataloader", {}).dataset.append("another")
+    assert known.component("dataloader", {}).dataset == ["stories"]
+
+
 @pytest.mark.parametrize("words", [["--training.steps", "3"], ["--optimizer.name", "SGD"]])
 def test_an_older_table_is_not_trusted(words, tmp_path, monkeypatch):
     table = tmp_path / "options.json"

@@ -77,6 +77,12 @@ def _with_texts(cls: type, name: str, values: list[Any] | tuple[Any, ...]) -> An
 
 
 @cache
+def field_types(cls: type) -> Mapping[str, Any]:
+    """Return the declared types of the fields of a dataclass, with their annotations."""
+    return get_type_hints(cls, include_extras=True)
+
+
+@cache
 def list_options(cls: type) -> dict[str, Any]:
     """Return the declared types of the fields of a dataclass that hold lists or tuples."""
     types = get_type_hints(cls)
@@ -218,7 +224,7 @@ def from_plain(cls: type, document: Mapping[str, object], prefix: str = "") -> A
         raise UserError(
             f"configuration: '{prefix.removesuffix('.')}' is {document!r}, but must be a mapping"
         )
-    fields, types = dataclasses.fields(cls), get_type_hints(cls, include_extras=True)
+    fields, types = dataclasses.fields(cls), field_types(cls)
     names = {field.name for field in fields}
     if unknown := sorted(prefix + key for key in document if key not in names):
         raise UserError(f"configuration: unknown keys {', '.join(unknown)}")

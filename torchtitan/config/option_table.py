@@ -7,8 +7,8 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from copy import copy
-from functools import cached_property, partial
+from copy import copy, deepcopy
+from functools import cache, cached_property, partial
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,7 +87,7 @@ class KnownConfiguration:
             part = table["sections"][section]
             self._sections |= part["sections"]
             spelled = {key: option[0] for key, option in part["options"].items() if option}
-            types = _types(spelled)
+            types = _types(tuple(spelled.items()))
             rows = zip(part["options"].items(), table["values"][values], strict=True)
             for (key, option), default in rows:
                 text = option[1] if option else ""
@@ -107,7 +107,7 @@ class KnownConfiguration:
         """Return the value of a field: the one `given` by key, which fits its type, or the default
         value."""
         field = self.fields[key]
-        return convert(given[key], field.declared) if key in given else field.default
+        return convert(given[key], field.declared) if key in given else deepcopy(field.default)
 
     def section(self, name: str, given: Mapping[str, object]) -> dict[str, Any]:
         """Return the values of a section's fields, by name, as `value` does."""
@@ -145,7 +145,7 @@ class KnownConfiguration:
     def is_current(self) -> bool:
         """Return whether no configuration has been edited since the table was written. Default
         values that other code computes may differ."""
-        return bool(self._source == source_digest())
+        return bool(self._source == _digest_at_first_use())
 
     def stand_in(self) -> object:
         """Return an instance of dataclasses with the same options, whose help is the same."""
@@ -168,8 +168,9 @@ class KnownConfiguration:
         return dataclasses.make_dataclass("StandIn", fields, kw_only=True)
 
 
-def _types(spelled: Mapping[str, str]) -> dict[str, object]:
-    """Return types by key, as Python spells them."""
+@cache
+def _types(spelled: tuple[tuple[str, str], ...]) -> Mapping[str, object]:
+    """Return types by key, given pairs of a key and a type as Python spells it."""
     holder = type("Types", (), {"__annotations__": dict(spelled)})
     return get_type_hints(holder, localns={"Literal": Literal})
 
@@ -197,10 +198,21 @@ def known_configuration(module: str, config: str) -> KnownConfiguration | None:
     of the package may have any options."""
     if module not in built_in_modules():
         return None
-    table = json.loads(TABLE.read_text())
+    table = _table(TABLE)
     configs = table["configurations"].get(module, {})
     numbers = configs.get(config, configs.get(f"{module}_{config}"))
     return KnownConfiguration(table, numbers) if numbers is not None else None
+
+
+@cache
+def _table(file: Path) -> Mapping[str, Any]:
+    table: Mapping[str, Any] = json.loads(file.read_text())
+    return table
+
+
+@cache
+def _digest_at_first_use() -> str:
+    return source_digest()
 
 
 def source_digest() -> str:

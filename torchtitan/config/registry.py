@@ -9,8 +9,8 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import ModuleType, NoneType
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -55,7 +55,8 @@ class ModuleListing(NamedTuple):
     """Configurations that need the folder `hf_assets_path`."""
 
 
-def built_in_modules() -> dict[str, Path]:
+@cache
+def built_in_modules() -> Mapping[str, Path]:
     """Return short name → folder of each package with a registry in `models` and `experiments`."""
     package = Path(__file__).resolve().parent.parent
     found = [

@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin
 
 import tyro
 
-from torchtitan.config.configurable import Configurable, config_key, convert
+from torchtitan.config.configurable import Configurable, config_key, convert, field_types
 from torchtitan.tools.errors import UserError
 
 
@@ -20,8 +20,9 @@ def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
     a list of configurations, but not fields with `tyro.conf.arg(name="")`. Values inside a hidden
     field are hidden."""
     children: Iterable[tuple[str, Any, Any]]
-    if dataclasses.is_dataclass(value):
-        hints = get_type_hints(type(value), include_extras=True)
+    kind: type = type(value)
+    if dataclasses.is_dataclass(kind):
+        hints = field_types(kind)
         names = [field.name for field in dataclasses.fields(value)]
         children = (
             ("" if is_unnamed(hints[name]) else name, getattr(value, name), hints[name])
@@ -79,8 +80,9 @@ def with_values(value: Any, declared: Any, given: Mapping[str, object], key: str
         return convert(given[key], declared)
     if not any(name.startswith(f"{key}." if key else "") for name in given):
         return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        hints = get_type_hints(type(value), include_extras=True)
+    kind: type = type(value)
+    if dataclasses.is_dataclass(kind):
+        hints = field_types(kind)
         changes: dict[str, object] = {}
         for name in (field.name for field in dataclasses.fields(value)):
             hint, child = hints[name], getattr(value, name)

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, get_type_hints
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 import tyro
@@ -37,7 +37,7 @@ from torchtitan.config import (
     ParallelismConfig,
     TrainingConfig,
 )
-from torchtitan.config.configurable import config_key, leaves
+from torchtitan.config.configurable import config_key, field_types, leaves
 from torchtitan.config.values import is_hidden
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import check_activation_checkpoint
@@ -449,7 +449,8 @@ class RunConfig(Configurable.Config):
 
 def _options_of(config: Configurable.Config) -> dict[str, object]:
     """Return the values of a configuration's options, without fields that the run sets."""
-    hints = get_type_hints(type(config), include_extras=True)
+    kind: type = type(config)
+    hints = field_types(kind)
     return {name: value for name, value in config.to_dict().items() if not is_hidden(hints[name])}
 
 
