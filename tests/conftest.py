@@ -18,13 +18,15 @@ from torchtitan.tools import device
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import COMMAND_VARIABLE
 
+gc.disable()  # while the tests and the libraries that they need are imported
+
 # Tiny models gain nothing from threads, and on a busy machine threads wait for each other.
 torch.set_num_threads(1)
 
 # A run first measures the machine's peak speed, longer than a tiny run takes. Tests measure only
 # briefly, also in processes forked from `tests.preloaded`.
 MEASUREMENT = device._CPU_SECONDS, device._CPU_SIZES
-device._CPU_SECONDS, device._CPU_SIZES = 0.005, (512,)
+device._CPU_SECONDS, device._CPU_SIZES = 0.001, (128,)
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -35,6 +37,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

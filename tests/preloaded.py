@@ -44,3 +44,4 @@ PATH = [
 """The import path of an interpreter, without folders that depend on the way it is started."""
 
 gc.freeze()  # collections in forked processes neither scan nor copy these objects
+gc.enable()  # which `tests.uncollected` has disabled

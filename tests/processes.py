@@ -23,7 +23,7 @@ def forking() -> ForkServerContext:
     """Return the context whose processes are forked from a server that has imported the libraries
     (`preloaded`). They have the server's environment variables; pass on the variables of this
     process if they matter."""
-    multiprocessing.set_forkserver_preload(["tests.preloaded"])
+    multiprocessing.set_forkserver_preload(["tests.uncollected", "tests.preloaded"])
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     # One thread each: the libraries' thread pools do not survive the fork.
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path):
