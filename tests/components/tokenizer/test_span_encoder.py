@@ -54,6 +54,10 @@ def test_spans_are_the_tokenizers(name, is_fast, tmp_path, assets, monkeypatch):
     texts = special_texts(tokenizer)
     for _ in range(2):
         check(encoder, tokenizer, texts)
+    # without a text that is compared alone, and with all others
+    together = [text for text in texts if text and text.isprintable()]
+    check(encoder, tokenizer, together)
+    check(encoder, tokenizer, [text for text in together if text.isascii()])
     check(pickle.loads(pickle.dumps(encoder)), tokenizer, texts)
     assert encoder.encode([]) == []
 

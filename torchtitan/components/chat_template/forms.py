@@ -146,6 +146,13 @@ class Traits:
     options: dict[str, Any] = field(default_factory=dict)
     """Options that the row sets."""
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for equal traits."""
+        options = repr(self.options) if self.options else ""
+        flags = self.reasoning, self.written, self.thinks, self.developer
+        return *flags, self.n_calls, self.bare, options
+
 
 class Forms:
     """The forms that a template may understand, and facts about the text that it writes."""

@@ -85,6 +85,32 @@ class Recording(NamedTuple):
             return None
 
 
+class Input(NamedTuple):
+    """A message as a template gets it. Renderings of conversations share those of their common
+    messages, which must not change."""
+
+    values: dict[str, object]
+    texts: tuple[str, ...]
+    """Texts that placeholders replace."""
+    shape: str | None
+    """Everything but these texts; None: it is nested too deeply."""
+
+    @classmethod
+    def of(cls, values: dict[str, object]) -> "Input":
+        texts: list[str] = []
+        others: list[object] = []
+        for key, value in values.items():
+            if type(value) is str and key != "role":
+                texts.append(value)
+                others.append(key)
+            else:
+                others.append((key, value))
+        try:
+            return cls(values, tuple(texts), repr(others))
+        except RecursionError:
+            return cls(values, tuple(texts), None)
+
+
 class Replays:
     """Recordings of a template.
 
@@ -106,23 +132,20 @@ class Replays:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, object]],
+        inputs: Sequence[Input],
         variables: Mapping[str, object],
         run: Callable[[], str],
     ) -> str:
         """Return the result of `run`, the template's rendering, or the same without running it.
 
         Args:
-            messages: input of the template.
+            inputs: messages.
             variables: its other variables.
             run: runs the template.
         """
-        texts = [text for message in messages for text in _texts_of(message)]
-        if sum(map(len, texts)) > _LONGEST_TEXT:
-            return run()
-        try:
-            shape = _shape_of(messages, variables)
-        except RecursionError:  # in the representation of a deep value
+        texts = [text for message in inputs for text in message.texts]
+        shape = None if sum(map(len, texts)) > _LONGEST_TEXT else _shape_of(inputs, variables)
+        if shape is None:
             return run()
         for path in self._paths.get(shape, ()):
             rendered = path.replay(texts) if path else None
@@ -130,7 +153,7 @@ class Replays:
                 return rendered
         rendered = run()
         if self._is_worth_recording(shape):
-            path = self._recorder.record(messages, variables)
+            path = self._recorder.record([one.values for one in inputs], variables)
             is_right = path is not None and path.replay(texts) == rendered
             self._paths.setdefault(shape, []).append(path if is_right else None)
         return rendered
@@ -148,20 +171,16 @@ class Replays:
         return False
 
 
-def _texts_of(message: Mapping[str, object]) -> list[str]:
-    return [value for key, value in message.items() if type(value) is str and key != "role"]
-
-
-def _shape_of(messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]) -> bytes:
-    """Return a digest of everything in a conversation but the texts of its messages."""
-    others = [
-        [
-            key if type(value) is str and key != "role" else (key, value)
-            for key, value in message.items()
-        ]
-        for message in messages
-    ]
-    return hashlib.sha256(repr((others, variables)).encode("utf-8", "surrogatepass")).digest()
+def _shape_of(inputs: Sequence[Input], variables: Mapping[str, object]) -> bytes | None:
+    """Return a digest of everything in a conversation but the texts of its messages; None if it is
+    nested too deeply."""
+    shapes = [one.shape for one in inputs if one.shape is not None]
+    try:
+        text = f"[{', '.join(shapes)}] {variables!r}"
+    except RecursionError:
+        return None
+    is_whole = len(shapes) == len(inputs)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() if is_whole else None
 
 
 def _joined(parts: Sequence[str | int], values: Values) -> str:

@@ -83,7 +83,7 @@ class Stops:
 
     def of(self, kind: Kind, options: Mapping[str, object]) -> Stop | None:
         """Return the stop of a kind of turns; None if the template does not write such turns."""
-        key = kind, repr(sorted(options.items()))
+        key = kind, repr(sorted(options.items())) if options else ""
         if key not in self._known:
             trials = (self._try(trial, options) for trial in trial_conversations(kind))
             found = next(filter(None, trials), None)

@@ -4,12 +4,15 @@ templates."""
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.components.chat_template.built_in import BUILT_IN_TEMPLATES, REQUIRED_TOKENS
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError, in_words, os_errors_as
 from torchtitan.tools.files import file_to_copy, read_object, read_regular
+
+if TYPE_CHECKING:
+    from torchtitan.components.chat_template import replay
 
 Message = Mapping[str, object]
 """`role` ("system", "user", "assistant", …), `content`, and any other keys that the template
@@ -133,9 +136,37 @@ class ChatTemplate:
                 test for; transformers and the default leave the key out.
             variables: options of the template, such as Qwen3's `enable_thinking`.
         """
-        turns = _as_template_inputs(messages, null_content)
+        return self.render_inputs(
+            self.inputs(messages, null_content=null_content),
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            **variables,
+        )
+
+    def inputs(
+        self, messages: Sequence[Message], *, null_content: bool = False
+    ) -> "list[replay.Input]":
+        """Return what the template gets of messages, for several renderings. Arguments are those of
+        `render`."""
+        from torchtitan.components.chat_template import replay
+
+        return [replay.Input.of(turn) for turn in _as_template_inputs(messages, null_content)]
+
+    def render_inputs(
+        self,
+        inputs: "Sequence[replay.Input]",
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: object,
+    ) -> str:
+        """Return `render` of the messages of `inputs`."""
         known = self._known(tools, {"add_generation_prompt": add_generation_prompt, **variables})
-        return self._replays.render(turns, known, lambda: self._run(turns, known)[0])
+
+        def run() -> str:
+            return self._run([one.values for one in inputs], known)[0]
+
+        return self._replays.render(inputs, known, run)
 
     def render_marked(
         self,
@@ -208,12 +239,10 @@ def _as_template_input(message: Message) -> dict[str, object]:
     """Drop keys with null values, and provide the reasoning under both names that templates use, as
     transformers."""
     known = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((known[name] for name in _REASONING if name in known), None)
-    return (
-        known
-        if reasoning is None
-        else {"thinking": reasoning, **known, "reasoning_content": reasoning}
-    )
+    for name in _REASONING:
+        if name in known:
+            return {"thinking": known[name], **known, "reasoning_content": known[name]}
+    return known
 
 
 def resolve_chat_template(

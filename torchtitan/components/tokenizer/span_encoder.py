@@ -1,18 +1,22 @@
 """Token ids of rendered conversations with the characters of each token, by the library gigatoken
 if its ids equal the tokenizer's."""
 
+import itertools
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchtitan.components.tokenizer.array_encoder import ArrayEncoder
+from torchtitan.components.tokenizer.array_encoder import ArrayEncoder, TokenArrays
 from torchtitan.components.tokenizer.interface import Offsets, Tokenizer
 from torchtitan.components.tokenizer.pretrained import PretrainedTokenizer
 from torchtitan.components.tokenizer.probes import probe_texts
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+_LONGEST_TOGETHER = 1 << 22
+"""Bytes of texts whose tokens are compared together, which needs a few times their memory."""
 
 
 class TokenSpans(NamedTuple):
@@ -53,9 +57,7 @@ class SpanEncoder:
         again, see `ArrayEncoder`, and `UserError` if the tokenizer does not support offsets."""
         if self._pieces is None or not texts:
             return self._by_tokenizer(texts)
-        found = self.arrays.encode(texts)
-        pairs = zip(texts, found.of_texts(), strict=True)
-        results = [self._pieces.spans(text, ids.astype(np.int64)) for text, ids in pairs]
+        results = self._pieces.of_texts(texts, self.arrays.encode(texts))
         others = [number for number, spans in enumerate(results) if spans is None]
         again = self._by_tokenizer([texts[number] for number in others])
         for number, spans in zip(others, again, strict=True):
@@ -95,6 +97,44 @@ class _Pieces:
     def __init__(self, table: list[bytes]):
         self._table = table
         self._sizes = np.fromiter(map(len, table), np.int64, len(table))
+        self._bytes = np.frombuffer(b"".join(table), np.uint8)
+        self._firsts = self._sizes.cumsum() - self._sizes  # places in `_bytes`
+
+    def of_texts(self, texts: Sequence[str], found: TokenArrays) -> list[TokenSpans | None]:
+        """Return `spans` of each text, of all together unless they are long."""
+        try:
+            contents = [text.encode() for text in texts]
+        except UnicodeEncodeError:
+            contents = []
+        content = b"".join(contents)
+        ids = found.ids.astype(np.int64)
+        sizes = self._sizes[ids]
+        ends = sizes.cumsum()
+        last_N = found.lengths.cumsum()
+        bytes_N = np.fromiter(map(len, contents), np.int64, len(contents)).cumsum()
+        if (
+            len(content) > _LONGEST_TOGETHER
+            or len(bytes_N) != len(last_N)
+            or not found.lengths.all()
+            or not np.array_equal(ends[last_N - 1], bytes_N)
+        ):
+            pairs = zip(texts, found.of_texts(), strict=True)
+            return [self.spans(text, ids.astype(np.int64)) for text, ids in pairs]
+        starts = ends - sizes
+        places = np.arange(len(content)) + (self._firsts[ids] - starts).repeat(sizes)
+        values = np.frombuffer(content, np.uint8)
+        wrong = np.flatnonzero(self._bytes[places] != values)
+        others = {*bytes_N.searchsorted(wrong, side="right").tolist()}
+        characters_N = np.fromiter(map(len, texts), np.int64, len(texts))
+        if characters_N.sum() != len(content):
+            starts, ends = _in_characters(values, starts, ends)
+        before = (characters_N.cumsum() - characters_N).repeat(found.lengths)
+        arrays = (ids, starts - before, ends - before)
+        bounds = itertools.pairwise([0, *last_N.tolist()])
+        return [
+            None if number in others else TokenSpans(*(array[start:end] for array in arrays))
+            for number, (start, end) in enumerate(bounds)
+        ]
 
     def spans(self, text: str, ids: Array) -> TokenSpans | None:
         """Return the tokens of a text; None if the bytes of the tokens differ from the
@@ -110,6 +150,10 @@ class _Pieces:
         starts = ends - sizes
         if len(content) == len(text):  # ASCII
             return TokenSpans(ids, starts, ends)
-        begins_character = (np.frombuffer(content, np.uint8) & 0xC0) != 0x80
-        characters = np.cumsum(begins_character) - 1
-        return TokenSpans(ids, characters[starts], characters[ends - 1] + 1)
+        return TokenSpans(ids, *_in_characters(np.frombuffer(content, np.uint8), starts, ends))
+
+
+def _in_characters(content: Array, starts: Array, ends: Array) -> tuple[Array, Array]:
+    """Convert places in UTF-8 to characters. Tokens that share a character include all of it."""
+    characters = np.cumsum((content & 0xC0) != 0x80) - 1
+    return characters[starts], characters[ends - 1] + 1

@@ -11,9 +11,10 @@ from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     Conversation,
     EmptySample,
+    normalize,
 )
 from torchtitan.components.data.finetuning.row_formats import find_format
-from torchtitan.components.data.finetuning.spellings import split_reasoning
+from torchtitan.components.data.finetuning.spellings import openai_messages, split_reasoning
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "weather", "description": "Weather of a city", "parameters": SCHEMA}
@@ -356,6 +357,33 @@ def test_tags_at_the_beginning(text, expected):
     assert (message.get("reasoning_content", ""), message["content"]) == (reasoning, content)
     # Templates without a place for reasoning write the text as it is.
     assert message.get("written") == (text if reasoning else None)
+
+
+CONTENTS = (
+    "Hi [x] <b>",
+    " <think>Why.</think> Yes.",
+    "<think></think>Yes.",
+    "[THINK]Why.[/THINK]Yes.",
+    "<think>Never closed",
+    '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
+    "<tool_call>no end",
+    "<tool_response>7</tool_response>",
+    "",
+)
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_a_null_key_changes_nothing(role, content):
+    """Turns with a role and a text alone are not searched for other keys."""
+
+    def read(**more):
+        try:
+            return normalize(openai_messages([{"role": role, "content": content, **more}]))
+        except BrokenSample as error:
+            return str(error)
+
+    assert read() == read(name=None)
 
 
 def test_tags_of_the_user_stay():

@@ -75,11 +75,16 @@ def _literal(text: str) -> Any:
     return value if isinstance(value, dict | list) else None
 
 
+def has_call_tag(text: str) -> bool:
+    """Return whether a text has the opening tag of a call."""
+    return "<tool_call>" in text or "<functioncall>" in text
+
+
 def calls_in(text: str) -> Tagged | None:
     """Return the calls at the end of a text, between Hermes' tags `<tool_call>` or after Glaive's
     `<functioncall>`; None for a text without calls, or with text after them. Raise `BrokenSample`
     for a call that cannot be read."""
-    if "<tool_call>" not in text and "<functioncall>" not in text:
+    if not has_call_tag(text):
         return None
     if (glaive := _GLAIVE_CALL.fullmatch(text)) and "{" in glaive["inner"]:
         call = read_call(glaive["inner"].replace(_END, "").strip())

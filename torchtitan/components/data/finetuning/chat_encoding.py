@@ -78,6 +78,8 @@ class Facts(NamedTuple):
 
     def with_more(self, other: "Facts") -> "Facts":
         """Return the facts of both."""
+        if other == _NO_FACTS:
+            return self
         return Facts(
             self.n_turns + other.n_turns,
             self.n_stops + other.n_stops,
@@ -86,6 +88,9 @@ class Facts(NamedTuple):
             tuple(dict.fromkeys([*self.lost, *other.lost])),
             (*self.unprompted, *other.unprompted),
         )
+
+
+_NO_FACTS = Facts()
 
 
 class EncodedSample(NamedTuple):
@@ -97,7 +102,7 @@ class EncodedSample(NamedTuple):
     """Mask of the tokens that the model learns to predict, bool (n,)."""
     n_special_in_text: int = 0
     """Special tokens written in the text rather than by the template."""
-    facts: Facts = Facts()
+    facts: Facts = _NO_FACTS
 
 
 class EncodedRow(NamedTuple):
@@ -112,12 +117,12 @@ class EncodedRow(NamedTuple):
     @property
     def ids(self) -> np.ndarray:
         """Concatenated token ids of all parts, int64 (n,)."""
-        return np.concatenate([part.ids for part in self.parts])
+        return _concatenated([part.ids for part in self.parts])
 
     @property
     def trained(self) -> np.ndarray:
         """Mask of the tokens that the model learns to predict, bool (n,)."""
-        return np.concatenate([part.trained for part in self.parts])
+        return _concatenated([part.trained for part in self.parts])
 
     @property
     def n_tokens(self) -> int:
@@ -126,11 +131,15 @@ class EncodedRow(NamedTuple):
     @property
     def n_trained(self) -> int:
         """Predicted tokens: the trained tokens except the first token of each part."""
-        return sum(int(part.trained[1:].sum()) for part in self.parts)
+        return sum(int(np.count_nonzero(part.trained[1:])) for part in self.parts)
 
     @property
     def n_special_in_text(self) -> int:
         return sum(part.n_special_in_text for part in self.parts)
+
+
+def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 class ChatEncoder:
@@ -300,7 +309,8 @@ class ChatEncoder:
                 results.append(plans)
                 continue
             samples = [sample for plan in plans for sample in self._samples_of(plan, next(encoded))]
-            samples[0] = samples[0]._replace(n_special_in_text=self._count_special(conversation))
+            if n_special := self._count_special(conversation):
+                samples[0] = samples[0]._replace(n_special_in_text=n_special)
             results.append(samples)
         return results
 
@@ -396,7 +406,7 @@ class ChatEncoder:
     def _count_special(self, conversation: Conversation) -> int:
         """Count the special tokens that are written in the text of a conversation."""
         texts = chain(_texts(conversation.messages), _texts(conversation.tools))
-        return sum(1 for text in texts for _ in self._special.finditer(text))
+        return sum(len(self._special.findall(text)) for text in texts)
 
     def _without_bos(self, ids: Sequence[int] | np.ndarray, trained: np.ndarray) -> np.ndarray:
         if len(ids) and ids[0] == self._tokenizer.bos_id:

@@ -1,5 +1,6 @@
 """Column names in public datasets: synonyms, and names that indicate the purpose of a column."""
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -65,11 +66,12 @@ def is_filled(value: object) -> bool:
 
 def relevant_columns(row: Mapping[str, object]) -> list[str]:
     """Return the non-empty columns of a row whose names suggest an effect on training."""
-    return [
-        column
-        for column, value in row.items()
-        if (column.lower() in _RELEVANT_NAMES or _IMAGE.fullmatch(column)) and is_filled(value)
-    ]
+    return [column for column, value in row.items() if _is_relevant(column) and is_filled(value)]
+
+
+@functools.cache
+def _is_relevant(column: str) -> bool:
+    return column.lower() in _RELEVANT_NAMES or _IMAGE.fullmatch(column) is not None
 
 
 def are_images(columns: Iterable[str]) -> bool:

@@ -235,6 +235,8 @@ def describe_other_keys(turn: Mapping[str, object]) -> str:
 
 
 def _message(turn: Mapping[str, object], parameters: Mapping[str, object]) -> Message:
+    if len(turn) == 2 and isinstance(turn.get("content"), str) and turn.get("role") in ROLES:
+        return dict(turn)  # as most are
     message = {key: value for key, value in turn.items() if value is not None and key not in _FLAGS}
     for key in message.keys() - _KNOWN_KEYS:
         if near := suggest(str(key), [*_KEYS, *_FLAGS], cutoff=0.8):
@@ -332,6 +334,8 @@ def _allows_null(schema: object) -> bool:
 
 
 def _tools(tools: object) -> list[dict[str, Any]] | None:
+    if tools is None:
+        return None
     wrapped = []
     listed = _parsed(tools, "tools")
     for item in [listed] if isinstance(listed, Mapping) else _list(listed or [], "tools"):

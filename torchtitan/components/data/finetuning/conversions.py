@@ -100,7 +100,8 @@ def read_question(question: str, answer: str, row: Cells) -> Conversation:
 def _with_reasoning(response: list[Any], row: Cells) -> list[object]:
     """Return the turns of an answer with the reasoning of a row's own column, which belongs to the
     only turn."""
-    reasoning = one_reasoning({column: row.get(column) for column in REASONING_COLUMNS})
+    found = {column: row[column] for column in REASONING_COLUMNS if row.get(column) is not None}
+    reasoning = one_reasoning(found) if found else ""
     if not reasoning:
         return response
     if len(response) != 1 or not isinstance(response[0], Mapping):

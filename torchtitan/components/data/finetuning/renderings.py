@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate
 from torchtitan.components.chat_template.forms import (
@@ -38,6 +38,9 @@ from torchtitan.components.data.finetuning.markers import (
     numbered_marker,
 )
 from torchtitan.tools.errors import UserError
+
+if TYPE_CHECKING:
+    from torchtitan.components.chat_template.replay import Input
 
 _ADVICE = (
     f"set another --dataloader.chat_template ({', '.join(BUILT_IN_TEMPLATES)}), or a copy of the "
@@ -124,7 +127,7 @@ class Renderings:
             if self._template.reads(name)
         }
         self._traits: dict[int, Traits] = {}
-        self._prepared: dict[Form, list[Message]] = {}
+        self._prepared: dict[Form, tuple[list[Message], list[Input]]] = {}
         self._rendered: dict[tuple[int, bool, Form], tuple[str, list[tuple[int, int]]]] = {}
         self.has_system = any(
             message["role"] in ("system", "developer") for message in self.messages
@@ -197,33 +200,44 @@ class Renderings:
 
     def _render(self, n: int, form: Form, prompted: bool) -> tuple[str, list[tuple[int, int]]]:
         key = n, prompted, form
-        if key not in self._rendered:
-            messages = self._in_form(n, form, prompted)
+        result = self._rendered.get(key)
+        if result is None:
+            messages, inputs = self._in_form(n, form, prompted)
             if self._template.marks_generation and not prompted:
-                options = _options(form)
-                result = self._template.render_marked(messages, tools=self.tools, **options)
+                result = self._template.render_marked(
+                    messages,
+                    tools=self.tools,
+                    null_content=_has_nulls(form),
+                    **dict(form.options),
+                )
             else:
-                result = self._plain(messages, form, prompted=prompted), []
+                result = self._plain(inputs, form, prompted=prompted), []
             self._rendered[key] = result
-        return self._rendered[key]
+        return result
 
-    def _plain(self, messages: Sequence[Message], form: Form, *, prompted: bool = False) -> str:
+    def _plain(self, inputs: "Sequence[Input]", form: Form, *, prompted: bool = False) -> str:
         """Return the text of messages that are already in the form."""
-        return self._template.render(
-            messages, tools=self.tools, add_generation_prompt=prompted, **_options(form)
+        return self._template.render_inputs(
+            inputs, tools=self.tools, add_generation_prompt=prompted, **dict(form.options)
         )
 
-    def _in_form(self, n: int, form: Form, prompted: bool) -> list[Message]:
-        """Return the first `n` messages. Reasoning between tags concerns the last one only: earlier
-        turns have what the template keeps of them."""
+    def _in_form(self, n: int, form: Form, prompted: bool) -> "tuple[list[Message], list[Input]]":
+        """Return the first `n` messages, and the inputs of the template for them. Reasoning between
+        tags concerns the last one only: earlier turns have what the template keeps of them."""
         is_usual = form.reasoning in (*KEYS, "parts")
         usual = form if is_usual else replace(form, reasoning=REASONING, tags=None)
-        if usual not in self._prepared:
-            self._prepared[usual] = prepared(self.messages, usual)
-        messages = self._prepared[usual][:n]
-        if usual == form or prompted or not n:
-            return messages
-        return [*messages[:-1], *prepared(self.messages[n - 1 : n], form)]
+        known = self._prepared.get(usual)
+        if known is None:
+            known = self._prepared[usual] = self._inputs(prepared(self.messages, usual), usual)
+        messages, inputs = known[0][:n], known[1][:n]
+        if is_usual or prompted or not n:
+            return messages, inputs
+        last, its_input = self._inputs(prepared(self.messages[n - 1 : n], form), form)
+        return [*messages[:-1], *last], [*inputs[:-1], *its_input]
+
+    def _inputs(self, messages: list[Message], form: Form) -> "tuple[list[Message], list[Input]]":
+        """Return messages in a form, and the inputs of the template for them."""
+        return messages, self._template.inputs(messages, null_content=_has_nulls(form))
 
     def attempt(self, number: int, form: Form, *, is_trial: bool = False) -> Attempt:
         """Return the turn in a form, or why the form is unsuitable."""
@@ -381,11 +395,11 @@ class Renderings:
     def _replaced(self, number: int, message: Message, form: Form) -> str:
         """Return the text of the conversation up to message `number`, which another message
         replaces. The way `followed` adds a message after it."""
-        before = self._in_form(number, form, True)
-        messages = [*before, *prepared([message], replace(form, reasoning="none"))]
+        _, before = self._in_form(number, form, True)
+        messages = prepared([message], replace(form, reasoning="none"))
         if form.way == "followed":
             messages += _following(message)
-        return self._plain(messages, form)
+        return self._plain([*before, *self._inputs(messages, form)[1]], form)
 
     def _header(self, number: int, form: Form, prompt: str | None = None) -> str | None:
         """Return the text before the content of message `number`; with a prompt, the start that
@@ -518,9 +532,9 @@ def has_calls(messages: Sequence[Message]) -> bool:
     return any(message.get("tool_calls") for message in messages)
 
 
-def _options(form: Form) -> dict[str, Any]:
-    """Return the arguments of the template in a form."""
-    return {**dict(form.options), "null_content": form.empty == "none"}
+def _has_nulls(form: Form) -> bool:
+    """Return whether the template gets null as the content of messages without one."""
+    return form.empty == "none"
 
 
 def _without_prompt(error: UserError) -> str:

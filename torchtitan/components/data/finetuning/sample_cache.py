@@ -12,6 +12,7 @@ a digest of all inputs that determine the content; the window size is not one of
 import hashlib
 import itertools
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -270,7 +271,7 @@ def _writer(
         def add(where: str | list[Any], row: EncodedRow) -> None:
             for part in row.parts:
                 ids.add(part.ids.astype(np.uint32).tobytes(), len(part.ids))
-                trained.write(part.trained.astype(np.bool_).tobytes())
+                trained.write(np.asarray(part.trained, np.bool_).tobytes())
             locations.add_json(where)
             for name, values in others.items():
                 values.add_json(getattr(row, name))
@@ -290,7 +291,7 @@ class _Column:
     def add(self, item: bytes, size: int) -> None:
         self._end += size
         self._items.write(item)
-        self._offsets.write(np.int64(self._end).tobytes())
+        self._offsets.write(self._end.to_bytes(8, sys.byteorder, signed=True))
 
     def add_json(self, value: object) -> None:
         item = json.dumps(value).encode()

@@ -12,7 +12,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from torchtitan.components.data.finetuning.calls_in_text import calls_in, read_call, results_in
+from torchtitan.components.data.finetuning.calls_in_text import (
+    calls_in,
+    has_call_tag,
+    read_call,
+    results_in,
+)
 from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     checked_text,
@@ -107,6 +112,7 @@ _TAGS = (
     ("◁think▷", "◁/think▷"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
+_FIRST_OF_TAGS = tuple({opening[0] for opening, _ in _TAGS})
 _SOLUTION = re.compile(r"\s*<\|begin_of_solution\|>(.*)<\|end_of_solution\|>\s*", re.DOTALL)
 
 
@@ -129,8 +135,9 @@ def openai_messages(turns: list[Any]) -> list[object]:
     result that no call asked for, and content that would be lost or moved."""
     reader = _Reader()
     for number, turn in enumerate(turns, 1):
-        with suppress(BrokenSample):  # which `normalize` reports
-            turn = from_json(turn, "message")
+        if isinstance(turn, str):
+            with suppress(BrokenSample):  # which `normalize` reports
+                turn = from_json(turn, "message")
         try:
             reader.read(turn)
         except BrokenSample as error:
@@ -144,6 +151,8 @@ def split_reasoning(text: str) -> tuple[str, str] | None:
     """Return the reasoning between tags at the beginning of a text, and the rest; None if there is
     none, its closing tag is missing, or it has another opening tag inside."""
     start = text.lstrip()
+    if start[:1] not in _FIRST_OF_TAGS:
+        return None
     for opening, closing in _TAGS:
         if not start.startswith(opening):
             continue
@@ -212,6 +221,17 @@ class _Call(NamedTuple):
     name: Any
 
 
+def _is_plain(turn: Mapping[str, object]) -> bool:
+    """Return whether a turn is a message as it is, as most are: a role and a text, without
+    reasoning, calls and results between tags."""
+    role, content = turn.get("role"), turn.get("content")
+    if len(turn) != 2 or not isinstance(content, str):
+        return False
+    if role == "assistant":
+        return not (split_reasoning(content) or has_call_tag(content))
+    return role == "system" or (role == "user" and not results_in(content))
+
+
 class _Reader:
     """Converts consecutive turns to messages, and assigns results to function calls."""
 
@@ -231,6 +251,10 @@ class _Reader:
     def read(self, turn: object) -> None:
         if not isinstance(turn, Mapping):
             self.messages.append(turn)
+            return
+        if _is_plain(turn) and not self.reasoning:
+            self._close()
+            self.messages.append(dict(turn))
             return
         message, is_call = _unified(turn)
         role = message.get("role")

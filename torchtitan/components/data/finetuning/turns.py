@@ -71,7 +71,7 @@ class TurnFinder:
         self._template, self._accepted = template, frozenset(accepted)
         self.forms, self.stops = Forms(template), Stops(template, tokenizer)
         self._tried = TriedTemplate(template, self.forms, self.stops, {})
-        self._known: dict[str, _Verdict] = {}
+        self._known: dict[object, _Verdict] = {}
         self._told: set[str] = set()
 
     def turns(
@@ -198,7 +198,7 @@ class TurnFinder:
             len(message.get("tool_calls") or ()),
             has_calls(row.messages[:number]),
         )
-        key = repr((traits, own, before, bool(row.tools), row.has_system))
+        key = traits.key, own, before, bool(row.tools), row.has_system
         if key in self._known:
             return self._known[key]
         marked = row.with_markers(number)
