@@ -195,33 +195,63 @@ def test_mistakes_are_named(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+def last_saved(folder: Path) -> int:
+    """Return the step of a run's newest complete checkpoint."""
+    return max((int(path.name[5:]) for path in folder.glob("checkpoint/step-*[0-9]")), default=0)
+
+
+class Stopped(subprocess.Popen):
+    """A run that gets a signal once it has a new checkpoint."""
+
+    signal = signal.SIGTERM
+
+    def wait(self, timeout=None):
+        folder = Path(self.args[-1])
+        before = last_saved(folder)
+        while last_saved(folder) == before and self.poll() is None:
+            time.sleep(0.02)
+        self.send_signal(self.signal)
+        return super().wait(timeout)
+
+
 @pytest.mark.slow
 def test_an_interrupted_ladder_continues(tmp_path, monkeypatch, capsys):
-    """The only run is stopped after its first checkpoint, and resumes with the same command; a
-    second run starts only then."""
-    options = ["--training.steps", "60", "--checkpoint.interval", "2", "--validator.steps", "1"]
-    sizes = ["--sizes", "1", "--tokens_per_parameter", "1", "2"]
-    words = ["ladder", *SMALL, *sizes, "--out", str(tmp_path), *options]
-    first, second = (tmp_path / f"dial-1_tokens-{ratio}" for ratio in (1, 2))
+    """The first run is stopped after its first checkpoint, and killed twice after later ones; it
+    resumes with the same command, and ends with the loss of a run that was never stopped. A second
+    run starts only then."""
+    options = ["--training.steps", "120", "--checkpoint.interval", "2", "--validator.steps", "1"]
+    options += ["--metrics.log_freq", "1"]
 
-    class Stopped(subprocess.Popen):
-        """A run that gets SIGTERM once it has a checkpoint."""
+    def words_of(name: str, *ratios: str) -> list[str]:
+        sizes = ["--sizes", "1", "--tokens_per_parameter", *ratios]
+        return ["ladder", *SMALL, *sizes, "--out", str(tmp_path / name), *options]
 
-        def wait(self, timeout=None):
-            while not list(first.glob("checkpoint/step-*")) and self.poll() is None:
-                time.sleep(0.05)
-            self.send_signal(signal.SIGTERM)
-            return super().wait(timeout)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(subprocess, "Popen", Stopped)
-        assert main(words) == 2
-    assert "stopped before its last step, 60" in capsys.readouterr().err
-    stopped_at = read_metrics(first)[-1][0]
-    assert 0 < stopped_at < 60 and not second.exists()
+    assert main(words_of("whole", "1")) == 2
+    words = words_of("stopped", "1", "2")
+    first, second = (tmp_path / "stopped" / f"dial-1_tokens-{ratio}" for ratio in (1, 2))
+    expected = [
+        (signal.SIGTERM, 2, "stopped before its last step, 120"),
+        (signal.SIGKILL, 3, "a run was ended by SIGKILL"),
+        (signal.SIGKILL, 3, "a run was ended by SIGKILL"),
+    ]
+    stopped_at = [0]
+    for kind, code, message in expected:
+        capsys.readouterr()
+        monkeypatch.setattr(Stopped, "signal", kind)
+        with monkeypatch.context() as patched:
+            patched.setattr(subprocess, "Popen", Stopped)
+            assert main(words) == code
+        assert message in capsys.readouterr().err
+        stopped_at.append(last_saved(first))
+    assert stopped_at == sorted(set(stopped_at)) and stopped_at[-1] < 120 and not second.exists()
     assert main(words) == 2
     assert "too few for a fit" in capsys.readouterr().err  # but both have run
-    assert [step for (step,) in read_metrics(first)][-1] == 60
     begun = [event["step"] for event in read_events(first, []) if event["event"] == "start"]
-    assert begun[0] == 0 and begun[1] >= stopped_at
-    assert all((folder / small_runs.FINISHED).exists() for folder in (first, second))
+    assert begun == stopped_at
+    keys = ("loss", "n_tokens_seen")
+    whole = tmp_path / "whole" / first.name
+    assert read_metrics(first, *keys) == read_metrics(whole, *keys)
+    losses = [
+        json.loads((folder / small_runs.FINISHED).read_text())["loss"] for folder in (first, whole)
+    ]
+    assert losses[0] == losses[1] and (second / small_runs.FINISHED).exists()

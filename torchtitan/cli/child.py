@@ -23,6 +23,14 @@ class Ended(NamedTuple):
     """Its standard output, if that is a pipe."""
 
 
+def how_ended(code: int) -> str:
+    """Return the end of a process, by its exit code or minus the signal that ended it, in words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    hint = " (the host may have run out of memory)" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{hint}"
+
+
 def run_torchtitan(
     words: Sequence[str], *, stdout: IO[bytes] | int | None, stderr: IO[bytes] | None = None
 ) -> Ended:

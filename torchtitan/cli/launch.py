@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torchtitan.cli.child import how_ended
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.process import LAUNCHER_VARIABLE, StopSignals, log_stop, threads_per_process
@@ -147,16 +148,9 @@ class _Worker:
                 else report["text"]
             )
             return _Failure(report["time"], report["code"], text, report["passing"], code)
-        how = (
-            f"was ended by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
-        hint = " (the host may have run out of memory)" if code == -signal.SIGKILL else ""
         when = float("inf") if code in (-signal.SIGABRT, -signal.SIGQUIT) else 0.0
-        return _Failure(
-            when, 1, f"rank {self.rank}, process {self.process.pid}, {how}{hint}", True, code
-        )
+        text = f"rank {self.rank}, process {self.process.pid}, {how_ended(code)}"
+        return _Failure(when, 1, text, True, code)
 
     def _receive(self) -> bytes:
         try:

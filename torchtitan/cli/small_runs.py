@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.cli.child import run_torchtitan
+from torchtitan.cli.child import how_ended, run_torchtitan
 from torchtitan.components.observe.run_files import METRICS
 from torchtitan.tools import durable
 from torchtitan.tools.errors import RunFailure, UserError, os_errors_as
@@ -92,8 +92,8 @@ class SmallRun:
         if ended.stopped_by:
             return ended.code
         if ended.code:
-            reason = _last_line(self.folder / LOG)
-            raise RunFailure(f"a run failed with code {ended.code}: {reason} ({self.folder / LOG})")
+            log_path = self.folder / LOG
+            raise RunFailure(f"a run {how_ended(ended.code)}: {_last_line(log_path)} ({log_path})")
         loss = self.measured()
         if loss is None:
             raise UserError(
