@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from torchtitan.components.data.finetuning.chat_encoding import EncodedRow
-from torchtitan.components.data.finetuning.prompts import PromptPosition
+from torchtitan.components.data.finetuning.prompt_position import PromptPosition
 from torchtitan.components.data.finetuning.row_batches import BatchEncoder
 from torchtitan.components.data.finetuning.streams import RowStreamDataLoader
 from torchtitan.components.data.plan.sampler import State

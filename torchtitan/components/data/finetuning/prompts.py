@@ -2,9 +2,9 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -16,11 +16,11 @@ from torchtitan.components.data.finetuning.chat_encoding import (
 )
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Prompt, Sample
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
+from torchtitan.components.data.finetuning.prompt_position import PromptPosition
 from torchtitan.components.data.finetuning.row_formats import Kind, dataset_formats
 from torchtitan.components.data.finetuning.sample_cache import first_columns
-from torchtitan.components.data.finetuning.samples import Windows, pack_windows
+from torchtitan.components.data.finetuning.samples import Windows
 from torchtitan.components.data.plan import Snapshot
-from torchtitan.components.data.plan.sampler import State
 from torchtitan.components.data.sources.source import AUTO, CHAT_DATASETS, Source, resolve_source
 from torchtitan.tools.errors import UserError
 
@@ -28,39 +28,10 @@ if TYPE_CHECKING:
     from torchtitan.components.data.finetuning.prompt_streams import PromptStreamDataLoader
 
 
-P = TypeVar("P")
-
-
 def first_message(row: dict[str, Any]) -> dict[str, object]:
     """Return the prompt of a conversation: its messages before the first answer."""
     messages = itertools.takewhile(lambda message: message["role"] != "assistant", row["messages"])
     return {"prompt": list(messages)}
-
-
-class PromptPosition(Generic[P]):
-    """Base of prompt loaders for methods that sample their answers; it comes first in the list of
-    bases. `P` is a position in the prompts, as `read_position` returns it."""
-
-    packs_answers: ClassVar[bool] = True
-    """True if a window may hold several prompts with their answers."""
-    _held: P | None = None
-
-    def hold(self, position: P) -> None:
-        """Keep `position` at this value of `read_position` while further batches are read ahead of
-        their steps."""
-        self._held = position
-
-    def load_state_dict(self, state: State) -> None:
-        self._held = None
-        super().load_state_dict(state)  # type: ignore[misc]
-
-    def image_reader(self) -> Any:
-        """Return the reader of prompt images; None if prompts are text."""
-        return None
-
-    def answer_batch_maker(self) -> Callable[[Windows, int], Batch]:
-        """Return the function that makes batches of windows of prompts with their answers."""
-        return pack_windows
 
 
 class PromptRowEncoder(RowEncoder):
