@@ -26,11 +26,9 @@ from torchtitan.components.data.prepare.merge import merge
 from torchtitan.components.data.prepare.preparation import FAST as MADE_FAST
 from torchtitan.components.data.prepare.preparation import REFUSED
 from torchtitan.components.data.pretraining import token_cache
-from torchtitan.components.data.pretraining.streaming import (
-    PackedStream,
-    StreamFeed,
-    StreamOrder,
-)
+from torchtitan.components.data.pretraining.feeds import StreamFeed
+from torchtitan.components.data.pretraining.streamed_windows import StreamOrder
+from torchtitan.components.data.pretraining.streaming import PackedStream
 from torchtitan.components.data.pretraining.token_cache import open_token_cache
 from torchtitan.components.data.sources.source import resolve_source
 from torchtitan.components.tokenizer import ArrayEncoder, DifferentIds

@@ -48,7 +48,7 @@ class WindowsDataLoader(TokenizingDataLoader):
     """Windows whose position a `BatchIterator` holds. `_open` sets it and `dataset_names`, the
     configured datasets."""
 
-    _batches: "BatchIterator"
+    _batches: "BatchIterator[Any]"
 
     def set_seq_len(self, seq_len: int, longest: int) -> None:
         self._batches.set_seq_len(seq_len, longest)
@@ -234,7 +234,8 @@ class PretrainDataLoader(WindowsDataLoader):
 
     def _open(self, seed: int, samples_per_step: int) -> None:
         # deferred: only batches need torch
-        from torchtitan.components.data.pretraining.streaming import StreamBatches, StreamOrder
+        from torchtitan.components.data.pretraining.streamed_windows import StreamOrder
+        from torchtitan.components.data.pretraining.streaming import StreamBatches
         from torchtitan.components.data.pretraining.windows import CachedBatches
 
         config, tokenizer = self.config, self._tokenizer

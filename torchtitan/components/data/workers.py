@@ -4,20 +4,28 @@ import signal
 import warnings
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol, cast
+from typing import Protocol, TypeVar
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from torchtitan.components.data.base import Batch
+from torchtitan.components.data.plan.sampler import State
 from torchtitan.tools.errors import RunFailure, UserError
 from torchtitan.tools.torch_private import end_loader_workers
 
+Item = Batch | UserError | RunFailure
+"""An error is raised where the batch is needed: if a worker raised it, its message would be the
+worker's traceback."""
 
-class MapStyle(Protocol):
+Key = TypeVar("Key", contravariant=True)
+
+
+class MapStyle(Protocol[Key]):
     """A dataset whose items have keys; it need not derive from torch's class."""
 
-    def __getitem__(self, key: Any, /) -> Any: ...
+    def __getitem__(self, key: Key, /) -> Item: ...
 
 
 class Workers:
@@ -34,17 +42,17 @@ class Workers:
 
     def __init__(
         self,
-        dataset: MapStyle,
+        dataset: MapStyle[Key] | IterableDataset[Item],
         *,
         num_workers: int,
-        sampler: Iterable[int] | None = None,
-        state: dict[str, Any] | None = None,
+        sampler: Iterable[Key] | None = None,
+        state: State | None = None,
     ):
         with warnings.catch_warnings():
             # torchdata 0.11 on torch 2.13
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             self._loader = StatefulDataLoader(
-                cast("Dataset[Any]", dataset),
+                dataset,
                 batch_size=None,
                 sampler=sampler,
                 num_workers=num_workers,
@@ -62,16 +70,17 @@ class Workers:
             weakref.finalize(self, end_loader_workers, self._items) if num_workers else None
         )
 
-    def __next__(self) -> Any:
-        item = next(self._items)
+    def __next__(self) -> Batch:
+        item: Item = next(self._items)
         if isinstance(item, (UserError, RunFailure)):
             raise item
         return item
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return an iterable dataset's state after the last item returned, ignoring prefetched
         items."""
-        return self._loader.state_dict()
+        state: State = self._loader.state_dict()
+        return state
 
     def close(self) -> None:
         if self._finalizer is not None:

@@ -17,16 +17,14 @@ from torchtitan.components.data.finetuning.conversation import BrokenSample, Sam
 from torchtitan.components.data.finetuning.row_formats import RowFormat, find_format
 from torchtitan.components.data.plan.mixture import check_weights
 from torchtitan.components.data.prepare.prepared import validation_split
+from torchtitan.components.data.pretraining.feeds import DocumentsFeed, StreamPosition
 from torchtitan.components.data.pretraining.order import check_cycle
-from torchtitan.components.data.pretraining.streaming import (
+from torchtitan.components.data.pretraining.streamed_windows import (
     Feed,
-    PackedStream,
-    StreamBatches,
-    StreamFeed,
+    StreamedWindows,
     StreamOrder,
-    StreamPosition,
 )
-from torchtitan.components.data.pretraining.tokens import Tokens
+from torchtitan.components.data.pretraining.streaming import StreamBatches
 from torchtitan.components.data.sources.source import (
     AUTO,
     DOCUMENTS,
@@ -76,7 +74,7 @@ class ImageRows:
         return ImageEncoder(chat, self.processor, self.tokenizer)
 
 
-class ImageStreamFeed(StreamFeed):
+class ImageStreamFeed(DocumentsFeed[list[EncodedRow], dict[str, Any], EncodedRow]):
     """Windows of whole documents, in the order of the stream: a document that does not fit into the
     rest of a window begins the next one."""
 
@@ -175,14 +173,14 @@ class ImageStreamFeed(StreamFeed):
         return [row for _, row in window], (first, last)
 
 
-class PackedImageStream(PackedStream):
+class PackedImageStream(StreamedWindows[StreamSource, list[EncodedRow]]):
     """Batches of texts with images."""
 
     def __init__(self, *arguments: Any, rows: ImageRows):
         super().__init__(*arguments)
         self.rows = rows
 
-    def feed(self, data: StreamSource | Tokens, node: int, n_nodes: int) -> Feed:
+    def feed(self, data: StreamSource, node: int, n_nodes: int) -> Feed[list[EncodedRow]]:
         return ImageStreamFeed(self, data, node, n_nodes)
 
     def make_batch(self, samples: Sequence[Any]) -> Batch:
@@ -193,7 +191,7 @@ class PackedImageStream(PackedStream):
         return {**batch, "documents": torch.tensor(numbers)}
 
 
-class ImageStreamBatches(StreamBatches):
+class ImageStreamBatches(StreamBatches[StreamSource]):
     """Batches of texts with images from streams; see `StreamBatches`."""
 
     def __init__(
@@ -210,7 +208,7 @@ class ImageStreamBatches(StreamBatches):
         super().__init__(sets, weights, rows.tokenizer, layout, order, details)
         self._rows = rows
 
-    def stream(self) -> PackedStream:
+    def stream(self) -> PackedImageStream:
         return PackedImageStream(*self._arguments, rows=self._rows)
 
 

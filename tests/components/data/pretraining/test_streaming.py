@@ -16,7 +16,8 @@ from torchtitan.assets.stories import Stories
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.data import HubDataset, PretrainDataLoader, register_dataset
 from torchtitan.components.data.base import Layout
-from torchtitan.components.data.pretraining.streaming import PackedStream, StreamOrder
+from torchtitan.components.data.pretraining.streamed_windows import StreamOrder
+from torchtitan.components.data.pretraining.streaming import PackedStream
 from torchtitan.components.data.pretraining.token_cache import document_wrapping
 from torchtitan.components.data.sources import source
 from torchtitan.components.data.sources.source import resolve_source

@@ -206,7 +206,7 @@ class PlannedDataLoader(RowsDataLoader):
                 self._batches, sampler=self._keys(), num_workers=self.config.num_workers
             )
         try:
-            batch: Batch = next(self._workers)
+            batch = next(self._workers)
         except StopIteration:
             self._exhausted = True
             raise

@@ -52,7 +52,7 @@ from torchtitan.config.code import CodeReference
 from torchtitan.tools.errors import UserError, require
 
 if TYPE_CHECKING:
-    from torchtitan.components.data.pretraining.streaming import StreamOrder
+    from torchtitan.components.data.pretraining.streamed_windows import StreamOrder
 
 NOT_STREAMED = ("encoding_processes", "pack_chunk", "weight_schedule", "max_epochs")
 """Options that need all rows, or that a block of a stream replaces."""
@@ -167,7 +167,7 @@ class RowsDataLoader(TokenizingDataLoader):
 
         def stream_order(self, seed: int) -> "StreamOrder":
             """Return the order of streamed rows."""
-            from torchtitan.components.data.pretraining.streaming import StreamOrder
+            from torchtitan.components.data.pretraining.streamed_windows import StreamOrder
 
             assert isinstance(self.sampler, ShuffleSampler.Config)  # says `validate`
             return StreamOrder(

@@ -8,9 +8,10 @@ taken from it; resuming reads and packs the block again.
 
 import dataclasses
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
@@ -31,16 +32,19 @@ from torchtitan.components.data.finetuning.samples import (
 )
 from torchtitan.components.data.plan.packing import PACKINGS
 from torchtitan.components.data.plan.sampler import State
-from torchtitan.components.data.pretraining.order import permute
-from torchtitan.components.data.pretraining.streaming import (
-    Feed,
-    PackedStream,
-    StreamBatches,
-    StreamFeed,
-    StreamOrder,
+from torchtitan.components.data.pretraining.feeds import (
+    EpochFeed,
+    StreamBlocks,
     StreamPosition,
     twice_if_different,
 )
+from torchtitan.components.data.pretraining.order import permute
+from torchtitan.components.data.pretraining.streamed_windows import (
+    StreamedWindows,
+    StreamOrder,
+    Window,
+)
+from torchtitan.components.data.pretraining.streaming import StreamBatches
 from torchtitan.components.data.report import Report, no_rows_left_error
 from torchtitan.components.data.sources.rows import Row
 from torchtitan.components.data.sources.source import Source, StreamSource
@@ -54,18 +58,30 @@ if TYPE_CHECKING:
 
 
 class RowSet(NamedTuple):
-    """One dataset of a stream."""
+    """One dataset of a stream, see `StreamedSet`."""
 
     name: str
     source: StreamSource | Source
     """A dataset on the hub, or local data, which is read in the same way."""
     format: RowFormat
-    key: Any
-    """JSON-serializable; equal keys mean equal rows."""
+    key: object
+
+    @property
+    def commit(self) -> str:
+        return self.source.commit if isinstance(self.source, StreamSource) else ""
 
     def n_bytes(self) -> int:
-        """Return the bytes of the data as it is stored."""
         return self.source.n_bytes()
+
+    def pinned(self, commit: str | None = None) -> Self:
+        if isinstance(self.source, Source):
+            return self
+        return self._replace(source=self.source.pinned(commit))
+
+    def resumed(self, commit: str) -> Self:
+        if isinstance(self.source, Source):
+            return self
+        return self._replace(source=self.source.resumed(commit))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,40 +123,30 @@ class RowWindows:
         return [encoder.fingerprint, filters, config.order_key()]
 
 
-class RowStreamFeed(StreamFeed):
-    """Windows of a node's rows of one dataset."""
+class RowsFeed(EpochFeed[list[EncodedRow]]):
+    """Windows of a node's rows of one dataset, block by block."""
 
     dataset: "PackedRows"
-    source: Any  # a `RowSet`'s
-    shuffles_files = False  # a row keeps its number, which tells prompts apart
 
     def __init__(self, dataset: "PackedRows", data: RowSet, node: int, n_nodes: int):
-        super().__init__(dataset, data.source, node, n_nodes)  # type: ignore[arg-type]
+        super().__init__(dataset, data.source.name, node, n_nodes)
         self._encoder = dataset.rows.encoder(data.format)
         self._limit = dataset.rows.limit
 
     @property
-    def name(self) -> str:
+    def reader(self) -> str:
         """The dataset's name in messages, with this node's place among several."""
-        reader = f" (reader {self.node + 1} of {self.n_nodes})" if self.n_nodes > 1 else ""
-        return f"{self.source.name}{reader}"
+        place = f" (reader {self.node + 1} of {self.n_nodes})" if self.n_nodes > 1 else ""
+        return f"{self.name}{place}"
 
-    def open(self) -> Any:
-        return self.source.open_tables()
-
-    def items(self, rows: Any) -> Any:
-        return rows
-
-    def blocks(
-        self, position: StreamPosition
-    ) -> Iterator[tuple[int, dict[str, Any] | None, list[Row]]]:
+    @abstractmethod
+    def blocks(self, position: StreamPosition) -> Iterator[tuple[int, State | None, list[Row]]]:
         """Yield each block's number, the state before it, and its rows, from the block of
         `position` on."""
-        size = self.dataset.order.block_size
-        for block, state, table in self._blocks(position):
-            yield block, state, list(arrow_rows(table, self.name, block * size + 1))
 
-    def epoch_windows(self, position: StreamPosition) -> Iterator[tuple[Any, StreamPosition]]:
+    def epoch_windows(
+        self, position: StreamPosition
+    ) -> Iterator[tuple[Window[list[EncodedRow]], StreamPosition]]:
         is_whole = position == StreamPosition(epoch=position.epoch)
         report, n_blocks = Report(), 0
         for block, state, rows in self.blocks(position):
@@ -163,7 +169,7 @@ class RowStreamFeed(StreamFeed):
     def _end_without_samples(self, report: Report) -> None:
         """Raise the error that no rows are left. Warn instead if this reader has only a part of
         the rows and may continue with other datasets."""
-        self.dropped = no_rows_left_error(self.name, report, warnings_of(report, self._limit))
+        self.dropped = no_rows_left_error(self.reader, report, warnings_of(report, self._limit))
         if self.n_nodes == 1 or not self.dataset.reads_whole_epochs:
             raise self.dropped
         logger.warning("%s", self.dropped)
@@ -171,11 +177,11 @@ class RowStreamFeed(StreamFeed):
     def _log(self, report: Report) -> None:
         """Log the counts of the rows that were read since the start or the last epoch."""
         for line in report.lines():
-            logger.info("%s: %s", self.name, line)
+            logger.info("%s: %s", self.reader, line)
         for warning in warnings_of(report, self._limit):
-            logger.warning("%s: %s", self.name, warning)
+            logger.warning("%s: %s", self.reader, warning)
         if warning := self.dataset.label_warning():
-            logger.warning("%s: %s so far", self.name, warning)
+            logger.warning("%s: %s so far", self.reader, warning)
 
     def _samples(
         self, block: int, rows: Sequence[Row], report: Report
@@ -189,7 +195,7 @@ class RowStreamFeed(StreamFeed):
             report.add(encoded.report)
             for where, sample in self._fitting(encoded, report):
                 samples.append((numbers[where] * self.n_nodes + self.node, sample))
-        self.dataset.note_lengths(self.source.name, [sample for _, sample in samples])
+        self.dataset.note_lengths(self.name, [sample for _, sample in samples])
         return samples
 
     def _fitting(self, batch: EncodedBatch, report: Report) -> Iterator[tuple[str, EncodedRow]]:
@@ -219,14 +225,38 @@ class RowStreamFeed(StreamFeed):
         return [drawn[windows[place]] for place in places]
 
 
-class LocalRowsFeed(RowStreamFeed):
+class StreamRowsFeed(RowsFeed):
+    """Windows of a node's rows of a stream."""
+
+    def __init__(self, dataset: "PackedRows", data: RowSet, node: int, n_nodes: int):
+        super().__init__(dataset, data, node, n_nodes)
+        assert isinstance(data.source, StreamSource)
+        self._blocks = StreamBlocks(
+            source=data.source,
+            open=data.source.open_tables,
+            node=node,
+            n_nodes=n_nodes,
+            size=dataset.order.block_size,
+            shuffles_files=False,  # a row keeps its number, which tells prompts apart
+        )
+
+    def blocks(self, position: StreamPosition) -> Iterator[tuple[int, State | None, list[Row]]]:
+        for block, before, table in self._blocks.from_position(position):
+            first = block * self._blocks.size + 1
+            yield block, before, list(arrow_rows(table, self.reader, first))
+
+
+class LocalRowsFeed(RowsFeed):
     """Windows of a node's rows of local data: every n-th row."""
 
-    def blocks(
-        self, position: StreamPosition
-    ) -> Iterator[tuple[int, dict[str, Any] | None, list[Row]]]:
+    def __init__(self, dataset: "PackedRows", data: RowSet, node: int, n_nodes: int):
+        super().__init__(dataset, data, node, n_nodes)
+        assert isinstance(data.source, Source)
+        self._source = data.source
+
+    def blocks(self, position: StreamPosition) -> Iterator[tuple[int, State | None, list[Row]]]:
         size = self.dataset.order.block_size
-        rows = self.source.rows(lambda n_read: None)
+        rows = self._source.rows(lambda n_read: None)
         first = position.block * size * self.n_nodes + self.node
         own = itertools.islice(rows, first, None, self.n_nodes)
         for block in itertools.count(position.block):
@@ -235,11 +265,19 @@ class LocalRowsFeed(RowStreamFeed):
             yield block, None, found
 
 
-class PackedRows(PackedStream):
+class PackedRows(StreamedWindows[RowSet, list[EncodedRow]]):
     """Batches of rows."""
 
-    def __init__(self, *arguments: Any, rows: RowWindows):
-        super().__init__(*arguments)
+    def __init__(
+        self,
+        sets: Sequence[RowSet],
+        weights: Sequence[float],
+        sizes: Sequence[int],
+        layout: Layout,
+        order: StreamOrder,
+        rows: RowWindows,
+    ):
+        super().__init__(sets, weights, sizes, rows.tokenizer, layout, order)
         self.rows = rows
         self._make = rows.config.batch_maker(rows.tokenizer)
         self._lengths: dict[str, list[int]] = {}
@@ -254,28 +292,28 @@ class PackedRows(PackedStream):
     def label_warning(self) -> str:
         """Return a warning about the labels of the rows that were read, if there are some of each
         dataset; empty: none."""
-        if len(self._lengths) < len({one.source.name for one in self.sets}):  # type: ignore
+        if len(self._lengths) < len({one.source.name for one in self.sets}):
             return ""
         of_parts = zip(*self._lengths.values(), strict=True)
         return self.rows.loader.label_warning(list(map(max, of_parts)))
 
-    def feed(self, data: Any, node: int, n_nodes: int) -> Feed:
+    def feed(self, data: RowSet, node: int, n_nodes: int) -> RowsFeed:
         is_stream = isinstance(data.source, StreamSource)
-        return (RowStreamFeed if is_stream else LocalRowsFeed)(self, data, node, n_nodes)
+        return (StreamRowsFeed if is_stream else LocalRowsFeed)(self, data, node, n_nodes)
 
-    def make_batch(self, samples: Sequence[Any]) -> Batch:
+    def make_batch(self, windows: Sequence[Window[list[EncodedRow]]]) -> Batch:
         import torch
 
         layout = self.layout
-        padding: list[Any] = [([], ())] * (layout.local_batch_size - len(samples))
-        windows, documents = zip(*samples, *padding, strict=True)
-        batch = self._make(windows, layout.seq_len)
-        width = max(1, *map(len, documents))
-        filled = [[*row, *[NO_DOCUMENT] * (width - len(row))] for row in documents]
+        n_missing = layout.local_batch_size - len(windows)
+        batch = self._make([*(rows for rows, _ in windows), *[[]] * n_missing], layout.seq_len)
+        numbers = [*(documents for _, documents in windows), *[()] * n_missing]
+        width = max(1, *map(len, numbers))
+        filled = [[*row, *[NO_DOCUMENT] * (width - len(row))] for row in numbers]
         return {**batch, "documents": torch.tensor(filled, dtype=torch.int64)}
 
 
-class RowStreamBatches(StreamBatches):
+class RowStreamBatches(StreamBatches[RowSet]):
     """Batches of rows from streams, also mixed with local data; see `StreamBatches`."""
 
     def __init__(
@@ -286,29 +324,22 @@ class RowStreamBatches(StreamBatches):
         order: StreamOrder,
         rows: RowWindows,
     ):
-        super().__init__(sets, weights, rows.tokenizer, layout, order, rows.key())  # type: ignore
-        self._named = [one.name for one in sets]
+        super().__init__(sets, weights, rows.tokenizer, layout, order, rows.key())
         self._rows = rows
 
-    def stream(self) -> PackedStream:
-        return PackedRows(*self._arguments, rows=self._rows)
-
-    @staticmethod
-    def _pinned(data: Any, commit: str | None) -> Any:
-        return data._replace(source=StreamBatches._pinned(data.source, commit))
-
-    @staticmethod
-    def _commit(data: Any) -> str:
-        return StreamBatches._commit(data.source)
+    def stream(self) -> PackedRows:
+        return PackedRows(
+            self._sets, self._weights, self._sizes, self._layout, self._order, self._rows
+        )
 
     @property
     def _names(self) -> str:
-        return ", ".join(map(repr, self._named))
+        return ", ".join(repr(one.name) for one in self._sets)
 
     def describe(self, first: int, last: int) -> str:
         number, place = divmod(first, len(self._sets))
         row, reader = self._reader(number)
-        return f"{self._named[place]}, row {row + 1} {reader}"
+        return f"{self._sets[place].name}, row {row + 1} {reader}"
 
 
 class RowStreamDataLoader(WindowsDataLoader):
@@ -342,8 +373,8 @@ class RowStreamDataLoader(WindowsDataLoader):
             for name, (source, format) in found
         ]
 
-    def _key(self, name: str, source: StreamSource | Source, format: RowFormat) -> list[Any]:
-        content: Any = (
+    def _key(self, name: str, source: StreamSource | Source, format: RowFormat) -> list[object]:
+        content = (
             source.key
             if isinstance(source, StreamSource)
             else data_digest(self.config.source, self.config.cache_dir, name)

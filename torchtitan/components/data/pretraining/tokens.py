@@ -5,7 +5,7 @@ import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -30,6 +30,14 @@ class Tokens(ABC):
     """True if reading takes long, so that windows should be read ahead."""
     sources: Sequence[tuple[str, Report]] = ()
     """Name and counts of each source, if recorded."""
+    commit = ""
+    """See `StreamedSet` for this and the two methods for streams."""
+
+    def pinned(self, commit: str | None = None) -> Self:
+        return self
+
+    def resumed(self, commit: str) -> Self:
+        return self
 
     def n_bytes(self) -> int:
         """Return about how many bytes the text has, to compare with the files of a stream."""
@@ -87,12 +95,20 @@ class Tokens(ABC):
         )
 
 
+class Numbers(Protocol):
+    """An array of numbers, or a file that is read in slices."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, span: slice, /) -> Array: ...
+
+
 class ArrayTokens(Tokens):
     """Tokens in an array.
 
     Args:
         key: see `Tokens`.
-        tokens: token ids, (n_tokens,); anything with slices.
+        tokens: token ids, (n_tokens,).
         offsets: start of each document, and the total, int64 (n_documents + 1,).
         names: names of the parts that the documents come from.
         documents_per_part: number of documents in each part.
@@ -101,7 +117,7 @@ class ArrayTokens(Tokens):
     def __init__(
         self,
         key: str,
-        tokens: Any,
+        tokens: Numbers,
         offsets: Array,
         names: Sequence[str],
         documents_per_part: Sequence[int],
@@ -149,7 +165,7 @@ class JoinedTokens(Tokens):
     def __init__(
         self, key: str, first_tokens: Array, n_tokens: int, open_stream: Callable[[int], Tokens]
     ):
-        self._arguments: tuple[Any, ...] = (key, first_tokens, n_tokens, open_stream)
+        self._arguments: tuple[object, ...] = (key, first_tokens, n_tokens, open_stream)
         self.key = key
         self._first_tokens = first_tokens
         self.n_tokens = n_tokens

@@ -1,8 +1,8 @@
 """The order in which the datasets of a mixture with streams take turns, window by window."""
 
 from collections.abc import Sequence
-from typing import Any
 
+from torchtitan.components.data.plan.sampler import State
 from torchtitan.components.data.pretraining.order import turns_of
 
 
@@ -39,10 +39,10 @@ class WeightedTurns:
         self._has_ended = True
         return None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"turn": self._turn, "weights": list(self._weights)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore a position. Other weights begin a new cycle."""
         is_same = state.get("weights", self._weights) == self._weights
         self._turn = state.get("turn", 0) if is_same else 0
@@ -100,10 +100,10 @@ class WholeEpochs:
         self._begin(self._epoch + 1)
         return self._epoch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"epoch": self._epoch, "read": list(self._n_read)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore a position; a dataset that waited ends again."""
         self._begin(state.get("epoch", self._epoch))
         self._n_read = list(state.get("read", self._n_read))

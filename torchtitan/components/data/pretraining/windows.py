@@ -10,7 +10,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Generic, NotRequired, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +26,10 @@ from torchtitan.components.losses.labels import IGNORE_INDEX
 from torchtitan.tools.digests import digest_of
 from torchtitan.tools.errors import UserError
 
-Sample = tuple[dict[str, Array], tuple[int, int]]
+Arrays = dict[str, Array]
+"""Values of a window's positions by name, each (seq_len,), and `n_tokens`; see `pack`."""
+
+Sample = tuple[Arrays, tuple[int, ...]]
 """A row of a batch, with the numbers of its first and last document."""
 
 SAMPLES_READ_AHEAD = 16
@@ -40,7 +43,7 @@ def count_windows(n_tokens: int, seq_len: int) -> int:
     return max(0, -(-(n_tokens - 1) // seq_len))
 
 
-def pack(tokens: Array, starts: Array, seq_len: int, *, document_mask: bool) -> dict[str, Array]:
+def pack(tokens: Array, starts: Array, seq_len: int, *, document_mask: bool) -> Arrays:
     """Create the sample of one window, with `seq_len` positions.
 
     Args:
@@ -94,7 +97,11 @@ def collate(samples: Iterable[Sample]) -> Batch:
     return batch
 
 
-class BatchIterator(ABC):
+P = TypeVar("P")
+"""A position, as JSON-serializable values."""
+
+
+class BatchIterator(ABC, Generic[P]):
     """Iterator over one rank's batches with a position that can be saved and restored.
 
     Args:
@@ -134,11 +141,11 @@ class BatchIterator(ABC):
         """Replace the share of each set from the next batch on."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch returned, as JSON-serializable values."""
+    def state_dict(self) -> P:
+        """Return the position after the last batch returned."""
 
     @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: P) -> None:
         """Restore a position saved by an iterator with the same fingerprint."""
 
     @abstractmethod
@@ -222,7 +229,27 @@ class PackedDataset(Dataset[Batch | UserError]):
         return pack(tokens, starts, seq_len, document_mask=document_mask), documents
 
 
-class CachedBatches(BatchIterator):
+class WeightChange(TypedDict, total=False):
+    """The last change of weights: arguments of `BlockOrder`. Empty: none."""
+
+    weights: list[float]
+    first: int
+    read: list[int]
+    last: list[int]
+
+
+class BlockPosition(TypedDict):
+    """A position in the order of blocks. Values that are not required are missing in older ones."""
+
+    position: int
+    """Blocks that all ranks have read in total."""
+    offset: NotRequired[int]
+    """Tokens read of an unfinished block."""
+    seed: int
+    change: NotRequired[WeightChange]
+
+
+class CachedBatches(BatchIterator[BlockPosition]):
     """Batches from sets of tokens. The position is the number of tokens that all ranks have read in
     total, in blocks and the tokens of an unfinished block; a run with different ranks, workers or
     batch size can resume from it.
@@ -249,16 +276,22 @@ class CachedBatches(BatchIterator):
         self._shuffle = shuffle
         self._seed = seed
         self._block, self._position = layout.seq_len, 0
-        self._change: dict[str, Any] = {}
-        """Arguments of `BlockOrder` after the last change of weights."""
-        order = self._order(layout.seq_len)
+        self._change: WeightChange = {}
+        order = self._order(layout.seq_len, {})
         n_samples = None if layout.epochs is None else order.blocks_in(layout.epochs)
         super().__init__(layout, self._identity(), n_samples)
 
-    def _order(self, block: int, **change: Any) -> BlockOrder:
+    def _order(self, block: int, change: WeightChange) -> BlockOrder:
         sizes = [count_windows(tokens.n_tokens, block) for tokens in self._sets]
-        options = {"weights": self._weights, **change}
-        return BlockOrder(sizes, **options, shuffle=self._shuffle, seed=self._seed)
+        return BlockOrder(
+            sizes,
+            change.get("weights", self._weights),
+            shuffle=self._shuffle,
+            seed=self._seed,
+            first=change.get("first", 0),
+            read=change.get("read", ()),
+            last=change.get("last", ()),
+        )
 
     def _identity(self) -> list[object]:
         return [[tokens.key for tokens in self._sets], self._weights, self._block, self._shuffle]
@@ -269,14 +302,14 @@ class CachedBatches(BatchIterator):
             self.exhausted = True
             raise StopIteration
         if self._workers is None:
-            order = self._order(self._block, **self._change)
+            order = self._order(self._block, self._change)
             dataset = PackedDataset(
                 self._sets, self._layout, order, block=self._block, n_samples=self.n_samples
             )
             self._workers = Workers(
                 dataset, sampler=self._positions(n_tokens), num_workers=self._layout.num_workers
             )
-        batch: Batch = next(self._workers)
+        batch = next(self._workers)
         self._position += self._layout.global_batch_size * self._layout.seq_len
         if n_tokens is not None:
             self._position = min(self._position, n_tokens)
@@ -297,7 +330,7 @@ class CachedBatches(BatchIterator):
         """Replace the weights from the next block on; a begun one is read to its end."""
         self.close()
         first = -(-self._position // self._block)
-        order = self._order(self._block, **self._change)
+        order = self._order(self._block, self._change)
         self._change = {
             "weights": list(weights),
             "first": first,
@@ -314,12 +347,12 @@ class CachedBatches(BatchIterator):
         n_batches = -(-(n_tokens - self._position) // stride)
         return range(first, first + n_batches * stride, stride)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> BlockPosition:
         position, offset = divmod(self._position, self._block)
-        change = {"change": self._change} if self._change else {}
-        return {"position": position, "offset": offset, "seed": self._seed, **change}
+        state = BlockPosition(position=position, offset=offset, seed=self._seed)
+        return {**state, "change": self._change} if self._change else state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: BlockPosition) -> None:
         self.close()
         self.exhausted = False
         # With a different seed, samples of this epoch would be repeated or skipped.
@@ -336,12 +369,12 @@ class CachedBatches(BatchIterator):
             n_samples = min(n_samples, self.n_samples)
         seq_len, n_tokens = self._layout.seq_len, 0
         windows = [count_windows(tokens.n_tokens, seq_len) for tokens in self._sets]
-        order = self._order(seq_len)
+        order = self._order(seq_len, {})
         summaries = []
         sources = []
         # A change counts blocks, which are windows unless these are shorter for a time.
-        change = self._change if seq_len == self._block else {}
-        read = self._order(seq_len, **change).blocks_of_sets(n_samples)
+        change: WeightChange = self._change if seq_len == self._block else {}
+        read = self._order(seq_len, change).blocks_of_sets(n_samples)
         for name, tokens, n_windows, n_read in zip(
             self._names, self._sets, windows, read, strict=True
         ):

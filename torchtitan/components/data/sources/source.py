@@ -276,6 +276,17 @@ class StreamSource:
                 )
         return replace(self, commit=commit)
 
+    def resumed(self, commit: str) -> Self:
+        """Return the stream at the commit of a saved position, and say if it is not the newest."""
+        if commit in ("", self.commit):  # "": the hub did not answer
+            return self
+        if self.commit:
+            logger.warning(
+                f"{self.name} has changed on the hub since the run began; it continues to read "
+                f"commit {commit}, and the newest is {self.commit}"
+            )
+        return self.pinned(commit)
+
     @property
     def key(self) -> list[str | None]:
         """Names that are equal for the same data."""
