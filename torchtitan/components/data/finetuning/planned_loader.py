@@ -4,7 +4,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from torchtitan.components.data.finetuning.samples import (
 )
 from torchtitan.components.data.plan import (
     Planner,
+    PlanOptions,
     Sampler,
     ShuffleSampler,
     Snapshot,
@@ -87,11 +88,16 @@ class PlannedDataLoader(RowsDataLoader):
         self.log_data()
 
     def plan(
-        self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any
+        self,
+        samplers: list[Sampler],
+        *,
+        epochs: int | None,
+        windows_per_step: int,
+        **options: Unpack[PlanOptions],
     ) -> Planner:
         """Create a planner at the first window, by default with one sample per window, for steps of
         `windows_per_step`. Each dataset has its sampler. `epochs` is the number of passes over the
-        data; None: windows never end. `order` are further arguments of the planner."""
+        data; None: windows never end. `options` are further arguments of the planner."""
         lengths = [np.ones(data.n_samples, np.int64) for data in self.samples.sets]
         adapts = any(sampler.adaptive for sampler in samplers)  # after each step
         return Planner(
@@ -101,7 +107,7 @@ class PlannedDataLoader(RowsDataLoader):
             packing="none",
             chunk=windows_per_step if adapts else CHUNK_WITHOUT_PACKING,
             epochs=epochs,
-            **order,
+            **options,
         )
 
     def _open_samples(self) -> SampleSets:
@@ -213,7 +219,7 @@ class PlannedDataLoader(RowsDataLoader):
         self._position = self._prefetched_positions.popleft()
         return batch
 
-    def _keys(self) -> Iterator[Any]:
+    def _keys(self) -> Iterator[list[list[int]] | UserError]:
         """Yield the sample numbers of the windows of each batch of this rank. After a planning
         error, yield the error, which `Workers` raises in its turn, since the run may not need more
         batches."""
@@ -272,7 +278,9 @@ class PlannedDataLoader(RowsDataLoader):
         return torch.searchsorted(offsets, number_tokens(batch), right=True) - 1
 
     def batch_of(self, names: Sequence[str]) -> Batch:
-        batch: Any = self._batches[[[number] for number in self.samples.find_numbers(names)]]
+        batch = self._batches[[[number] for number in self.samples.find_numbers(names)]]
+        if isinstance(batch, UserError):
+            raise batch
         return batch
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ answers with labels."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Unpack
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from torchtitan.components.data.finetuning.conversation import (
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.row_formats import Kind
 from torchtitan.components.data.finetuning.samples import Windows, pack_samples
-from torchtitan.components.data.plan import Packing, Planner, Sampler
+from torchtitan.components.data.plan import Packing, Planner, PlanOptions, Sampler
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
@@ -109,12 +109,17 @@ class PreferenceDataLoader(PlannedDataLoader):
         return to_batch([pack_pairs(window, seq_len * SEQUENCES_PER_SAMPLE) for window in windows])
 
     def plan(
-        self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any
+        self,
+        samplers: list[Sampler],
+        *,
+        epochs: int | None,
+        windows_per_step: int,
+        **options: Unpack[PlanOptions],
     ) -> Planner:
         positions = [data.sequence_positions().sum(axis=1) for data in self.samples.sets]
         capacity = self.positions_of_window(self._layout.seq_len)
         return Planner(
-            positions, capacity, samplers, packing=self.config.packing, epochs=epochs, **order
+            positions, capacity, samplers, packing=self.config.packing, epochs=epochs, **options
         )
 
 

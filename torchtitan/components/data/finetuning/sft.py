@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Unpack
 
 from torchtitan.components.chat_template import ChatTemplate, load_chat_template
 from torchtitan.components.data.finetuning.chat_encoding import (
@@ -21,7 +21,7 @@ from torchtitan.components.data.finetuning.conversation import (
 )
 from torchtitan.components.data.finetuning.filters import FilterConfig, Policy
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
-from torchtitan.components.data.plan import Packing, Planner, Sampler, ShuffleSampler
+from torchtitan.components.data.plan import Packing, Planner, PlanOptions, Sampler, ShuffleSampler
 from torchtitan.components.data.plan.mixture import check_per_dataset, check_weights
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError, require
@@ -196,7 +196,12 @@ class SFTDataLoader(PlannedDataLoader):
         return seq_len
 
     def plan(
-        self, samplers: list[Sampler], *, epochs: int | None, windows_per_step: int, **order: Any
+        self,
+        samplers: list[Sampler],
+        *,
+        epochs: int | None,
+        windows_per_step: int,
+        **options: Unpack[PlanOptions],
     ) -> Planner:
         config, n_sets = self.config, len(self.samples.sets)
         limits: list[float | None] = [*config.max_epochs] or [None] * n_sets
@@ -214,7 +219,7 @@ class SFTDataLoader(PlannedDataLoader):
             windows_per_step=windows_per_step,
             max_epochs=limits,
             epochs=epochs,
-            **order,
+            **options,
         )
 
     def set_weights(self, weights: Sequence[float]) -> None:

@@ -8,13 +8,14 @@ from torchtitan.components.data.plan.packing import (
     multipack,
     no_packing,
 )
-from torchtitan.components.data.plan.planner import Planner, Snapshot
+from torchtitan.components.data.plan.planner import Planner, PlanOptions, Snapshot
 from torchtitan.components.data.plan.sampler import Sampler, ShuffleSampler, StepStatistics
 from torchtitan.components.data.plan.weighted_sampler import SuccessSampler, WeightedSampler
 
 __all__ = [
     "Mixture",
     "Packing",
+    "PlanOptions",
     "Planner",
     "Sampler",
     "ShuffleSampler",

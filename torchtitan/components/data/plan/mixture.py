@@ -2,9 +2,23 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from torchtitan.tools.errors import UserError
+
+
+class MixtureState(TypedDict):
+    """Position of a `Mixture`, with its attributes of the same names."""
+
+    weights: NotRequired[list[float]]
+    """Weights of `set_weights`."""
+    n_windows: int
+    given: list[int]
+    """`tokens_read`"""
+    share: list[float]
+    windows_per_step: int
+    changed_at: list[int]
+    """Steps and windows completed before `windows_per_step` applied."""
 
 
 class Mixture:
@@ -117,17 +131,17 @@ class Mixture:
         self._weights_before = _normalized(weights)
         self._pieces = self._pieces_by_window()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            **({} if self._set is None else {"weights": self._set}),
-            "n_windows": self.n_windows,
-            "given": list(self.tokens_read),
-            "share": list(self.share),
-            "windows_per_step": self._windows_per_step,
-            "changed_at": list(self._changed_at),
-        }
+    def state_dict(self) -> MixtureState:
+        state = MixtureState(
+            n_windows=self.n_windows,
+            given=list(self.tokens_read),
+            share=list(self.share),
+            windows_per_step=self._windows_per_step,
+            changed_at=list(self._changed_at),
+        )
+        return state if self._set is None else {**state, "weights": self._set}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: MixtureState) -> None:
         """Restore a saved state, possibly with a different `windows_per_step`."""
         self.n_windows = state["n_windows"]
         self.tokens_read = list(state["given"])

@@ -7,11 +7,17 @@ sample indices of each window in ascending order. They are deterministic.
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import numpy as np
 
-from torchtitan.components.data.plan.sampler import Array, Sampler, arrays_to_lists, permutation
+from torchtitan.components.data.plan.sampler import (
+    Array,
+    Sampler,
+    State,
+    arrays_to_lists,
+    permutation,
+)
 
 
 def no_packing(lengths: Array, capacity: int) -> list[Array]:
@@ -132,8 +138,23 @@ class _Chunk:
 
 _NO_CHUNK = _Chunk(number=0, epoch=0, drawn=np.empty(0, np.int64), windows=[], n_tokens=[])
 
-StreamSnapshot = tuple[_Chunk, int, dict[str, Any]]
+StreamSnapshot = tuple[_Chunk, int, State]
 """A position: the chunk, the number of returned windows of the chunk, and the sampler's state."""
+
+
+class SourceState(TypedDict):
+    """Position of a `SourceStream`."""
+
+    chunk: int
+    """Number of the chunk, from 1; 0 before the first."""
+    epoch: int
+    """Epoch of the chunk, from 0."""
+    drawn: list[int]
+    """Samples of the chunk; empty if all of its windows were returned."""
+    given: int
+    """Windows of the chunk that were returned."""
+    seed: int
+    sampler: State
 
 
 class SourceStream:
@@ -184,8 +205,8 @@ class SourceStream:
     def snapshot(self) -> StreamSnapshot:
         return self._chunk, self._n_returned, self.sampler.state_dict()
 
-    def state_dict(self, snapshot: StreamSnapshot) -> dict[str, Any]:
-        """Return a position of this stream as JSON-serializable values."""
+    def state_dict(self, snapshot: StreamSnapshot) -> SourceState:
+        """Return a position of this stream."""
         chunk, n_returned, sampler = snapshot
         return {
             "chunk": chunk.number,
@@ -196,7 +217,7 @@ class SourceStream:
             "sampler": arrays_to_lists(sampler),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: SourceState) -> None:
         self._seed = state["seed"]
         self.sampler.load_state_dict(state["sampler"])
         self._chunk = self._pack(state["chunk"], state["epoch"], np.array(state["drawn"], np.int64))

@@ -7,17 +7,24 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import NotRequired, Self, TypedDict
 
 import numpy as np
 
 from torchtitan.components.data.plan.mixture import (
     Mixture,
+    MixtureState,
     check_can_set_weights,
     check_per_dataset,
 )
-from torchtitan.components.data.plan.packing import Packing, SourceStream, StreamSnapshot, Window
-from torchtitan.components.data.plan.sampler import Array, Sampler, StepStatistics, arrays_to_lists
+from torchtitan.components.data.plan.packing import (
+    Packing,
+    SourceState,
+    SourceStream,
+    StreamSnapshot,
+    Window,
+)
+from torchtitan.components.data.plan.sampler import Array, Sampler, StepStatistics
 from torchtitan.tools.errors import UserError
 
 
@@ -26,8 +33,37 @@ class Snapshot:
     """Position of a planner. Cheap to create: it refers to values that no longer change."""
 
     n_windows: int
-    mixture: dict[str, Any]
+    mixture: MixtureState
     streams: list[StreamSnapshot]
+
+
+class ObservedState(TypedDict):
+    """A step's statistics that are not applied yet: those of `StepStatistics` as lists, and the
+    windows that were trained on until then. Lists may be missing in older positions."""
+
+    n_windows: int
+    step: int
+    loss: float
+    grad_norm: float
+    samples: list[int]
+    sample_losses: NotRequired[list[float]]
+    sample_rewards: NotRequired[list[float]]
+
+
+class PlannerState(TypedDict):
+    """A position of a planner."""
+
+    mixture: MixtureState
+    streams: list[SourceState]
+    observed: list[ObservedState]
+
+
+class PlanOptions(TypedDict, total=False):
+    """Arguments of `Planner` that a loader passes on."""
+
+    names: Sequence[str]
+    seed: int
+    ahead: int
 
 
 class Planner:
@@ -243,10 +279,9 @@ class Planner:
             [stream.snapshot() for stream in self._streams],
         )
 
-    def state_dict(self, snapshot: Snapshot | None = None) -> dict[str, Any]:
-        """Return a position (by default, the current one) as JSON-serializable values, with
-        statistics that are not applied yet. A `snapshot` must not be older than the last
-        `observe`."""
+    def state_dict(self, snapshot: Snapshot | None = None) -> PlannerState:
+        """Return a position, by default the current one. A `snapshot` must not be older than the
+        last `observe`."""
         snapshot = snapshot or self.snapshot()
         applied = snapshot.n_windows - 1 - self.ahead
         return {
@@ -256,13 +291,21 @@ class Planner:
                 for stream, position in zip(self._streams, snapshot.streams, strict=True)
             ],
             "observed": [
-                {"n_windows": at, **arrays_to_lists(vars(statistics))}
+                ObservedState(
+                    n_windows=at,
+                    step=statistics.step,
+                    loss=statistics.loss,
+                    grad_norm=statistics.grad_norm,
+                    samples=statistics.samples.tolist(),
+                    sample_losses=statistics.sample_losses.tolist(),
+                    sample_rewards=statistics.sample_rewards.tolist(),
+                )
                 for at, statistics in self._observed
                 if at > applied
             ],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: PlannerState) -> None:
         """Restore a position in the same data, with the same capacity, packing, chunk and number of
         sources."""
         self._mixture.load_state_dict(state["mixture"])
@@ -270,13 +313,13 @@ class Planner:
             stream.load_state_dict(stream_state)
         self._observed = []
         for entry in state["observed"]:
-            samples = np.array(entry["samples"], np.int64)
-            losses, rewards = (
-                np.array(entry.get(name, ()), np.float64)
-                for name in ("sample_losses", "sample_rewards")
-            )
             statistics = StepStatistics(
-                entry["step"], entry["loss"], entry["grad_norm"], samples, losses, rewards
+                step=entry["step"],
+                loss=entry["loss"],
+                grad_norm=entry["grad_norm"],
+                samples=np.array(entry["samples"], np.int64),
+                sample_losses=np.array(entry.get("sample_losses", ()), np.float64),
+                sample_rewards=np.array(entry.get("sample_rewards", ()), np.float64),
             )
             if entry["n_windows"] < self.n_windows - self.ahead:
                 self._apply_statistics(statistics)  # saved by a run with a larger `ahead`
