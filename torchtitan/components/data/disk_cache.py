@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class DamagedCache(UserError):
 def open_or_build(
     parent: str,
     source: Source,
-    key: Callable[[list[str]], Any],
+    key: Callable[[list[str]], object],
     read: Callable[[Path], T],
     write: Callable[[Path], str],
     cache_dir: str = "",

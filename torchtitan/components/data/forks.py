@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 from torchtitan.tools.process import signal_when_orphaned
 
+A = TypeVar("A")
 T = TypeVar("T")
-_function: Callable[[Any], Any]
+_function: Callable[..., Any]
 
 
 def can_fork() -> bool:
@@ -25,8 +26,8 @@ def can_fork() -> bool:
 
 @contextmanager
 def forked_calls(
-    function: Callable[[Any], T], n_processes: int, prepare: Callable[[], None] | None = None
-) -> Iterator[Callable[[Any], Future[T]]]:
+    function: Callable[[A], T], n_processes: int, prepare: Callable[[], None] | None = None
+) -> Iterator[Callable[[A], Future[T]]]:
     """Yield a function that calls `function` with an argument in one of the processes, which end
     with the block. A result raises `BrokenProcessPool` if a process was killed.
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.tools.errors import UserError
@@ -40,6 +40,13 @@ class ExampleCounter:
         for where, what in self.examples:
             locations.setdefault(what, []).append(where)
         return (f"{', '.join(where)}: {what}" for what, where in locations.items())
+
+
+class StoredCounter(TypedDict):
+    """An `ExampleCounter` in JSON."""
+
+    count: int
+    examples: list[tuple[str, str]]
 
 
 @dataclass(slots=True)
@@ -116,12 +123,12 @@ class Report:
         an earlier version did not have is empty. Raise `TypeError`, `LookupError` or `ValueError`
         for a damaged document."""
 
-        def to_counter(entry: dict[str, Any]) -> ExampleCounter:
+        def to_counter(entry: StoredCounter) -> ExampleCounter:
             return ExampleCounter(
                 index(entry["count"]), [(where, what) for where, what in entry["examples"]]
             )
 
-        def by_name(entries: dict[str, Any] | list[str]) -> dict[str, ExampleCounter]:
+        def by_name(entries: dict[str, StoredCounter] | list[str]) -> dict[str, ExampleCounter]:
             if isinstance(entries, list):  # the unread columns of an earlier version
                 return {name: ExampleCounter() for name in entries}
             return {name: to_counter(entry) for name, entry in entries.items()}

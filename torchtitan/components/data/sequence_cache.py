@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import safetensors.torch
 import torch
@@ -73,7 +73,7 @@ class SequenceCache:
     def __init__(
         self,
         folder: Path,
-        setting: Any,
+        setting: object,
         *,
         results: Mapping[str, TokenResult],
         verify: bool = False,

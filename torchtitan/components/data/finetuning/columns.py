@@ -3,9 +3,11 @@
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 from torchtitan.tools.errors import UserError
+
+T = TypeVar("T")
 
 SYNONYMS = {
     "system_prompt": "system",
@@ -45,13 +47,13 @@ _ANSWER_NAMES = (
 _TURN_NAMES = "conversation dialogue dialog chat turns dialogs".split()
 
 
-def mapped_row(row: Mapping[str, object], mapping: Mapping[str, str]) -> dict[str, Any]:
+def mapped_row(row: Mapping[str, T], mapping: Mapping[str, str]) -> dict[str, T]:
     """Rename the columns of a row; `mapping` maps torchtitan's column names to the row's."""
     unmapped = {column: value for column, value in row.items() if column not in mapping.values()}
     return unmapped | {ours: row[theirs] for ours, theirs in mapping.items() if theirs in row}
 
 
-def renamed_row(row: Mapping[str, object], mapping: Mapping[str, str]) -> dict[str, Any]:
+def renamed_row(row: Mapping[str, T], mapping: Mapping[str, str]) -> dict[str, T]:
     """Rename the columns of a row by `mapping`, then by `SYNONYMS`."""
     renamed = mapped_row(row, mapping)
     for theirs, ours in SYNONYMS.items():

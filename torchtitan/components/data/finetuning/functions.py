@@ -34,7 +34,7 @@ def load_function(reference: str) -> RowFunction:
     return load_member(reference, inspect.isfunction)
 
 
-def load_member(reference: str, is_wanted: Callable[[Any], bool]) -> Any:
+def load_member(reference: str, is_wanted: Callable[[object], bool]) -> Any:
     """Load a function, or anything else that is wanted, as `load_function` does."""
     module_name, colon, name = reference.rpartition(":")
     if not colon:  # `CodeReference` must use the same rule to recognize code
@@ -100,7 +100,7 @@ def _import_module(name: str, reference: str) -> ModuleType:
         raise import_failure(name, error) from error
 
 
-def function_fingerprint(function: Callable[..., Any]) -> str:
+def function_fingerprint(function: Callable[..., object]) -> str:
     """Return a digest of a function. It covers the function's file (or its code and globals
     without a file, as in a notebook), its defaults and closure, and all functions among these,
     such as one wrapped by a decorator.
@@ -124,7 +124,7 @@ def function_fingerprint(function: Callable[..., Any]) -> str:
         except Exception as error:  # pickling may run any code of a class
             raise refusal(first_line(error)) from None
 
-    functions: list[Any] = [function]
+    functions = [function]
     parts = []
     for found in functions:
         file = Path(found.__code__.co_filename)

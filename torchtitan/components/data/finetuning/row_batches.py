@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, RowEncoder
 from torchtitan.components.data.finetuning.conversation import (
@@ -54,13 +54,27 @@ Batch = list[tuple[Row, Converted | None]]
 """Rows with their samples; None for a row that is not converted yet."""
 
 
+Place = str | list[str | int]
+"""Place of a sample, as JSON: the location of its row, `my.jsonl:17`, or if the row has several
+samples, a list of it and the number of the sample, from 1."""
+
+
+def name_of(place: Place) -> str:
+    """Return the unique name of a sample: `my.jsonl:17`, or `my.jsonl:17, sample 2`."""
+    return place if isinstance(place, str) else f"{place[0]}, sample {place[1]}"
+
+
+def row_of(place: Place) -> str:
+    """Return the location of a sample's row."""
+    return place if isinstance(place, str) else str(place[0])
+
+
 class EncodedBatch(NamedTuple):
     """The samples of a batch of rows."""
 
     report: Report
     """Counts of the rows."""
-    samples: list[tuple[str | list[Any], EncodedRow]]
-    """Location of each sample, see `SampleCache.describe`, and the sample."""
+    samples: list[tuple[Place, EncodedRow]]
 
 
 class BatchEncoder:
@@ -304,7 +318,7 @@ def _is_respelled(row: Row, conversation: Conversation) -> bool:
     return _without_nulls(conversation.messages) not in map(_without_nulls, lists)
 
 
-def _without_nulls(turns: Sequence[Mapping[str, object]]) -> list[dict[str, Any]]:
+def _without_nulls(turns: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     return [{key: value for key, value in turn.items() if value is not None} for turn in turns]
 
 

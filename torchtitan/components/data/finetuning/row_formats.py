@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from torchtitan.components.data.finetuning.columns import (
     IMAGE_COLUMNS,
@@ -24,6 +24,7 @@ from torchtitan.components.data.finetuning.conversation import (
 )
 from torchtitan.components.data.finetuning.conversions import (
     ANSWERS,
+    Cells,
     PromptReader,
     instruction_in,
     listed_in,
@@ -62,7 +63,7 @@ class RowFormat:
     kind: Kind
     required: tuple[str, ...]
     """Columns that a row must have."""
-    convert: Callable[[dict[str, Any]], Sample | None]
+    convert: Callable[[Cells], Sample | None]
     """Converts a row; user functions may return None to drop it. Raises `BrokenSample` for an
     unusable row. In results of `find_format`, rows have the column names of the file."""
     optional: tuple[str, ...] = ()
@@ -73,7 +74,7 @@ class RowFormat:
     """User function that converts the rows to rows of known formats."""
     fingerprint: str = ""
     """Cache key of the conversion, set by `find_format`."""
-    prefetch: Callable[[Sequence[Mapping[str, Any]]], None] | None = None
+    prefetch: Callable[[Sequence[Mapping[str, object]]], None] | None = None
     """Called with the rows of a batch before they are converted, to wait for the network once."""
 
     @property

@@ -30,7 +30,13 @@ from torchtitan.components.data.finetuning.chat_encoding import (
     RowEncoder,
 )
 from torchtitan.components.data.finetuning.filters import FilterConfig
-from torchtitan.components.data.finetuning.row_batches import BatchEncoder, encoded_batches
+from torchtitan.components.data.finetuning.row_batches import (
+    BatchEncoder,
+    Place,
+    encoded_batches,
+    name_of,
+    row_of,
+)
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.report import Report, no_rows_left_error
@@ -78,7 +84,7 @@ class SampleCache:
             self._ids = _mapped(folder / "ids.bin", "uint32", n_tokens)
             self._trained = _mapped(folder / "trained.bin", "bool", n_tokens)
             self._offsets = _mapped(folder / "offsets.bin", "int64", n * n_parts + 1)
-            self._locations = _Texts(folder, "place", n)
+            self._places = _Texts(folder, "place", n)
             self._stored = {name: _Texts(folder, name, n) for name in stored}
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -111,23 +117,12 @@ class SampleCache:
         return EncodedRow(parts, **{name: texts[index] for name, texts in self._stored.items()})
 
     def describe(self, index: int) -> str:
-        """Return the name of a sample, which is unique: the location of its row, `my.jsonl:17`,
-        followed by the number of the sample if the row has several: `my.jsonl:17, sample 2`."""
-        return name_of(self._locations[index])
+        """Return the name of a sample, see `name_of`."""
+        return name_of(self._places[index])
 
     def row_of(self, index: int) -> str:
         """Return the location of a sample's row."""
-        return row_of(self._locations[index])
-
-
-def name_of(location: str | Sequence[Any]) -> str:
-    """Return the name of a sample from a location in `EncodedBatch`; see `SampleCache.describe`."""
-    return location if isinstance(location, str) else f"{location[0]}, sample {location[1]}"
-
-
-def row_of(location: str | Sequence[Any]) -> str:
-    """Return the location of a sample's row from the sample's location in `EncodedBatch`."""
-    return location if isinstance(location, str) else str(location[0])
+        return row_of(self._places[index])
 
 
 def column_files(name: str) -> tuple[str, str]:
@@ -245,15 +240,13 @@ def write_samples(
     with _writer(folder, encoder.stored) as add:
         for batch in encoded_batches(rows, BatchEncoder(format, encoder, filters), processes):
             report.add(batch.report)
-            for where, sample in batch.samples:
-                add(where, sample)
+            for place, sample in batch.samples:
+                add(place, sample)
     return report
 
 
 @contextmanager
-def _writer(
-    folder: Path, stored: Sequence[str]
-) -> Iterator[Callable[[str | list[Any], EncodedRow], None]]:
+def _writer(folder: Path, stored: Sequence[str]) -> Iterator[Callable[[Place, EncodedRow], None]]:
     with ExitStack() as stack:
 
         def column(values: str, offsets: str) -> _Column:
@@ -264,15 +257,15 @@ def _writer(
             return _Column(*opened)
 
         ids = column("ids", "offsets")
-        locations = column(*column_files("place"))
+        places = column(*column_files("place"))
         others = {name: column(*column_files(name)) for name in stored}
         trained = stack.enter_context(durable.new_file(folder / "trained.bin"))
 
-        def add(where: str | list[Any], row: EncodedRow) -> None:
+        def add(place: Place, row: EncodedRow) -> None:
             for part in row.parts:
                 ids.add(part.ids.astype(np.uint32).tobytes(), len(part.ids))
                 trained.write(np.asarray(part.trained, np.bool_).tobytes())
-            locations.add_json(where)
+            places.add_json(place)
             for name, values in others.items():
                 values.add_json(getattr(row, name))
 

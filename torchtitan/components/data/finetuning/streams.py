@@ -21,10 +21,14 @@ from torchtitan.components.data.dataloader import WindowsDataLoader
 from torchtitan.components.data.disk_cache import data_digest
 from torchtitan.components.data.finetuning.chat_encoding import EncodedRow
 from torchtitan.components.data.finetuning.filters import Dropped
-from torchtitan.components.data.finetuning.row_batches import BatchEncoder, EncodedBatch
+from torchtitan.components.data.finetuning.row_batches import (
+    BatchEncoder,
+    EncodedBatch,
+    name_of,
+    row_of,
+)
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.finetuning.rows_loader import RowsDataLoader
-from torchtitan.components.data.finetuning.sample_cache import name_of, row_of
 from torchtitan.components.data.finetuning.samples import (
     LengthLimit,
     count_too_long,
@@ -129,9 +133,14 @@ class RowsFeed(EpochFeed[list[EncodedRow]]):
     dataset: "PackedRows"
 
     def __init__(self, dataset: "PackedRows", data: RowSet, node: int, n_nodes: int):
-        super().__init__(dataset, data.source.name, node, n_nodes)
+        super().__init__(dataset, node, n_nodes)
+        self._data = data
         self._encoder = dataset.rows.encoder(data.format)
         self._limit = dataset.rows.limit
+
+    @property
+    def name(self) -> str:
+        return self._data.source.name
 
     @property
     def reader(self) -> str:

@@ -5,7 +5,7 @@ stochastic gradient descent. Both are scikit-learn's."""
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from torchtitan.components.data.sources.rows import Document, evenly
 from torchtitan.components.data.sources.source import Source
 from torchtitan.tools.digests import bytes_digest
 from torchtitan.tools.errors import UserError
+
+if TYPE_CHECKING:
+    from sklearn.feature_extraction.text import HashingVectorizer
 
 _FEATURES = 1 << 20
 _CHARACTERS = 1 << 20
@@ -116,7 +119,7 @@ def train_classifier(positive: Source, negative: Source) -> Classifier:
     return Classifier(weights, bias, measured)
 
 
-def _vectorizer() -> Any:
+def _vectorizer() -> "HashingVectorizer":
     try:
         from sklearn.feature_extraction.text import HashingVectorizer
     except ImportError:

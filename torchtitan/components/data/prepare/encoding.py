@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from torchtitan.components.checkpoint.filesystem import Folder, read_document
 from torchtitan.components.data.disk_cache import BLOCKS_FILE, check_content, readable
 from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
 from torchtitan.components.data.finetuning.filters import FilterConfig
+from torchtitan.components.data.finetuning.row_batches import row_of
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.finetuning.sample_cache import (
     code_version,
@@ -71,7 +71,7 @@ class Encoding:
     """A kind of cache. An item is a document or a sample."""
 
     kind: str
-    identity: dict[str, Any]
+    identity: Mapping[str, object]
     """JSON-serializable values that determine the arrays of given rows."""
     columns: list[Column]
     """The first has the items' tokens, and maybe `trained.bin`."""
@@ -225,7 +225,7 @@ def rows_of(folder: Folder, items: np.ndarray, report: Report) -> np.ndarray:
     part = PartFiles(folder)
     offsets, texts = part.array("place_offsets.bin"), part.read("places.bin")
     places = [json.loads(texts[start:stop]) for start, stop in itertools.pairwise(offsets.tolist())]
-    rows = [place if isinstance(place, str) else place[0] for place in places]
+    rows = list(map(row_of, places))
     numbers = {row: number for number, row in enumerate(dict.fromkeys(rows))}
     return np.array([numbers[rows[number]] for number in items["number"].tolist()], np.int64)
 

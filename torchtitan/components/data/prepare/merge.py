@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -33,7 +32,6 @@ from torchtitan.components.data.prepare.preparation import (
     ITEMS,
     LOW_SCORE,
     MANIFEST,
-    MANIFEST_DIGEST,
     NEAR_DUPLICATE,
     OF_TRAIN,
     OF_VALIDATION,
@@ -43,7 +41,9 @@ from torchtitan.components.data.prepare.preparation import (
     TRAIN,
     VALIDATION,
     WORK,
+    Manifest,
     Preparation,
+    SplitCounts,
     has_file,
     publish,
     run_in_processes,
@@ -193,7 +193,7 @@ class _Merge:
             parquet.write_table(pa.table(columns), file)
             write_file(folder, f"{part:06}.parquet", file.getvalue(), self.work)
 
-    def write(self) -> dict[str, Any]:
+    def write(self) -> Manifest:
         """Write the caches and the index of each split; return the manifest."""
         preparation = self.preparation
         encoding = preparation.encoding
@@ -212,13 +212,14 @@ class _Merge:
                 totals[source][1].add(report)
             sources[split] = [(name, asdict(total)) for name, total in totals]
             splits[split] = self._write_caches(split, of_parts)
-        description = {
-            "kind": encoding.kind,
-            "encoding": encoding.identity,
-            "digest": digest_of(splits),
-        }
-        manifest = {**description, "splits": splits, "sources": sources}
-        return {**manifest, MANIFEST_DIGEST: digest_of(manifest)}
+        manifest = Manifest(
+            kind=encoding.kind,
+            encoding=encoding.identity,
+            digest=digest_of(splits),
+            splits=splits,
+            sources=sources,
+        )
+        return {**manifest, "manifest": digest_of(manifest)}
 
     def _kept(self, part: int, split: str) -> np.ndarray:
         items = self.items[part]
@@ -255,7 +256,7 @@ class _Merge:
             dropped=dropped,
         )
 
-    def _write_caches(self, split: str, reports: Sequence[Report]) -> dict[str, object]:
+    def _write_caches(self, split: str, reports: Sequence[Report]) -> SplitCounts:
         """Write the caches and the index of a split, with the reports of its parts; return its
         counts."""
         preparation = self.preparation

@@ -15,13 +15,13 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import NotRequired, TypedDict, TypeVar
 
 import numpy as np
 
@@ -42,8 +42,6 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.progress import progress
 
 MANIFEST = "manifest.json"
-MANIFEST_DIGEST = "manifest"
-"""Key of the manifest for the digest of all its other keys."""
 PLAN = "plan.json"
 PART = "part.json"
 ITEMS = "items.bin"
@@ -65,6 +63,32 @@ DUPLICATE, OF_TRAIN, OF_VALIDATION, NEAR_DUPLICATE, LOW_SCORE = range(len(FATES)
 
 INDEX_ROWS = 3
 """Rows of an index, int64 (INDEX_ROWS, caches): first token, and the cache's digest (two rows)."""
+
+
+class SplitCounts(TypedDict):
+    """A split in the manifest."""
+
+    tokens: int
+    items: int
+    parts: int
+    """Caches."""
+    digest: str
+    """Digest of the index."""
+
+
+class Manifest(TypedDict):
+    """Content of `MANIFEST`."""
+
+    kind: str
+    encoding: Mapping[str, object]
+    digest: str
+    """Digest of the splits."""
+    splits: dict[str, SplitCounts]
+    sources: dict[str, list[tuple[str, dict[str, object]]]]
+    """Name and report of each source, by split."""
+    manifest: NotRequired[str]
+    """Digest of all other keys; missing in older ones."""
+
 
 PLAN_FORMAT = 2
 """Number of the plan's keys and their meaning; plans without one had the words of messages as
@@ -120,7 +144,7 @@ class Preparation:
         ]
 
     @cached_property
-    def plan(self) -> dict[str, Any]:
+    def plan(self) -> dict[str, object]:
         """Everything that determines the result, as JSON values by the keys of `_PLAN_WORDS`. Files
         are identified by `file_version`, since reading them takes long."""
         return {

@@ -4,11 +4,10 @@ store, read as one stream; and sample caches."""
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,17 +21,17 @@ from torchtitan.components.data.prepare.encoding import read, read_json
 from torchtitan.components.data.prepare.preparation import (
     INDEX_ROWS,
     MANIFEST,
-    MANIFEST_DIGEST,
     PLAN,
     TRAIN,
     VALIDATION,
+    Manifest,
     has_file,
 )
-from torchtitan.components.data.pretraining.tokens import ArrayTokens, JoinedTokens
+from torchtitan.components.data.pretraining.tokens import ArrayTokens, JoinedTokens, Numbers
 from torchtitan.components.data.report import Report
 from torchtitan.components.data.sources.block_cache import BlockCache
 from torchtitan.components.data.sources.paths import location
-from torchtitan.components.data.sources.source import CHAT_DATASETS, Catalog
+from torchtitan.components.data.sources.source import CHAT_DATASETS, AnyCatalog
 from torchtitan.components.data.sources.stored import with_patience
 from torchtitan.tools import durable
 from torchtitan.tools.digests import bytes_digest, check_digest, digest_of
@@ -49,21 +48,21 @@ class Prepared:
     def __init__(self, place: str):
         self.place, self.folder = place, folder_at(os.path.expanduser(place))
         with disk_cache.readable(self.folder, _REMEDY):
-            manifest = json.loads(read_json(self.folder, MANIFEST))
-            self.kind: str = manifest["kind"]
-            self.encoding: dict[str, Any] = manifest["encoding"]
-            self.digest: str = manifest["digest"]
-            self.splits: dict[str, dict[str, Any]] = manifest["splits"]
+            manifest: Manifest = json.loads(read_json(self.folder, MANIFEST))
+            self.kind = manifest["kind"]
+            self.encoding = manifest["encoding"]
+            self.digest = manifest["digest"]
+            self.splits = manifest["splits"]
             self.sources = {
                 split: [(name, Report.from_dict(report)) for name, report in of_split]
                 for split, of_split in manifest["sources"].items()
             }
             """Names and counts of the sources in each split."""
             _checked(json.dumps(self.splits).encode(), self.digest, MANIFEST)
-            if digest := manifest.pop(MANIFEST_DIGEST, None):  # not of earlier versions
+            if digest := manifest.pop("manifest", None):  # not of earlier versions
                 _checked(json.dumps(manifest).encode(), digest, MANIFEST)
 
-    def check(self, split: str, kind: str, encoding: dict[str, Any]) -> None:
+    def check(self, split: str, kind: str, encoding: Mapping[str, object]) -> None:
         """Raise `UserError` unless the data has this split and is of this kind, encoded in this way
         by any filters."""
         if split not in self.splits:
@@ -135,7 +134,7 @@ def _checked(content: bytes, digest: str, name: str) -> bytes:
     return content
 
 
-def find_prepared(dataset: str, catalog: Catalog[Any]) -> Prepared | None:
+def find_prepared(dataset: str, catalog: AnyCatalog) -> Prepared | None:
     """Return the preparation at a path or URL; None for other content, or if the dataset is a name
     in the catalog. Raise `UserError` if it is not complete."""
     is_file = without_query(dataset) != dataset  # a name after a query is not a file name
@@ -215,7 +214,7 @@ def _open(
     folder = prepared.cache(split, index, number)
     _check_inside(prepared.folder, folder)
 
-    def array(name: str, dtype: str, length: int) -> Any:
+    def array(name: str, dtype: str, length: int) -> Numbers:
         if isinstance(folder, LocalFolder):
             return disk_cache.map_array(folder.path / name, dtype, length)
         return _StoredArray(folder, name, np.dtype(dtype), length, blocks)
@@ -235,7 +234,7 @@ class _StoredArray:
 
     folder: Folder
     name: str
-    dtype: "np.dtype[Any]"
+    dtype: "np.dtype[np.generic]"
     length: int
     blocks: BlockCache
 
@@ -259,7 +258,7 @@ class _StoredArray:
 
 
 def validation_split(
-    dataset: str, training: Sequence[str], catalog: Catalog[Any]
+    dataset: str, training: Sequence[str], catalog: AnyCatalog
 ) -> tuple[list[str], str] | None:
     """Return the datasets to validate with, and their split: `dataset`, by default the datasets of
     `training` that have a validation split; None if all lack one. A dataset without a validation
@@ -277,7 +276,7 @@ def validation_split(
 
 
 def dataset_identity(
-    datasets: Sequence[str], digest: Callable[[str], str], catalog: Catalog[Any]
+    datasets: Sequence[str], digest: Callable[[str], str], catalog: AnyCatalog
 ) -> dict[str, str]:
     """Return the identity of datasets for the run's identity: their content, or their names if the
     content of one is unknown. `digest` returns the digest of data that is not prepared."""

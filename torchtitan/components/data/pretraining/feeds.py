@@ -96,18 +96,21 @@ class EpochFeed(Generic[Content]):
 
     Args:
         dataset: the stream, with its layout and order.
-        name: name of the data in messages.
         node: number of this node, from 0.
         n_nodes: number of nodes.
     """
 
     dropped: UserError | None = None
 
-    def __init__(self, dataset: StreamedWindows[Any, Content], name: str, node: int, n_nodes: int):
+    def __init__(self, dataset: StreamedWindows[Any, Content], node: int, n_nodes: int):
         self.dataset = dataset
-        self.name = name
         self.node = node
         self.n_nodes = n_nodes
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Name of the data in messages."""
 
     def beginning(self, epoch: int) -> State:
         return StreamPosition(epoch=epoch)._asdict()
@@ -204,8 +207,12 @@ class DocumentsFeed(EpochFeed[Content], Generic[Content, Item, Encoded]):
         node: int,
         n_nodes: int,
     ):
-        super().__init__(dataset, source.name, node, n_nodes)
+        super().__init__(dataset, node, n_nodes)
         self.source = source
+
+    @property
+    def name(self) -> str:
+        return self.source.name
 
     def open(self) -> "datasets.IterableDataset":
         """Return the whole stream."""

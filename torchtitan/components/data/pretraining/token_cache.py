@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
@@ -37,6 +37,14 @@ BATCH_TEXTS = 1 << 15
 """Maximum texts encoded at a time."""
 
 
+class TokensMeta(TypedDict):
+    """Content of `meta.json`."""
+
+    dtype: str
+    n_tokens: int
+    documents_per_part: list[int]
+
+
 class TokenCache(ArrayTokens):
     """Token ids of a dataset's documents, mapped into memory. Pickling stores only the path of the
     folder."""
@@ -44,7 +52,7 @@ class TokenCache(ArrayTokens):
     def __init__(self, folder: Path, names: list[str]):
         self.folder = folder
         with readable(folder):
-            meta = json.loads((folder / "meta.json").read_text())
+            meta: TokensMeta = json.loads((folder / "meta.json").read_text())
             tokens = map_array(folder / "tokens.bin", meta["dtype"], meta["n_tokens"])
             offsets = map_array(
                 folder / "offsets.bin", "int64", sum(meta["documents_per_part"]) + 1
@@ -91,7 +99,7 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> str:
     return f"{sum(meta['documents_per_part']):,} documents, {meta['n_tokens']:,} tokens"
 
 
-def _write_with_progress(source: Source, encoder: ArrayEncoder, folder: Path) -> dict[str, Any]:
+def _write_with_progress(source: Source, encoder: ArrayEncoder, folder: Path) -> TokensMeta:
     with progress(f"tokenizing {source.name}", source.size()) as advance:
         return write_tokens(source, encoder, folder, advance)
 
@@ -103,7 +111,7 @@ def token_dtype(tokenizer: Tokenizer) -> str:
 
 def write_tokens(
     source: Source, encoder: ArrayEncoder, folder: Path, advance: OnRead
-) -> dict[str, object]:
+) -> TokensMeta:
     """Write `tokens.bin` and `offsets.bin` of a source, including empty documents; return the
     content of `meta.json`. Raise `DifferentIds` if the caller must rewrite the files, see
     `ArrayEncoder`."""
@@ -127,7 +135,7 @@ def write_tokens(
             tokens_file.write(batch.ids.astype(dtype, copy=False).data)
             offsets_file.write((batch.ends + n_tokens).data)
             n_tokens += len(batch.ids)
-    return {"dtype": dtype.name, "n_tokens": n_tokens, "documents_per_part": documents_per_part}
+    return TokensMeta(dtype=dtype.name, n_tokens=n_tokens, documents_per_part=documents_per_part)
 
 
 def _warn_of_empty_parts(source: Source, documents_per_part: list[int], offsets_file: Path) -> None:

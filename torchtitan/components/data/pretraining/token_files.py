@@ -10,11 +10,11 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -39,6 +39,16 @@ tokens."""
 _LLM_C_HEADER = 256 * 4
 _BLOCK = 1 << 22
 """Tokens that are compared with the vocabulary at a time."""
+
+
+class LitdataChunk(TypedDict):
+    """A chunk in litdata's index."""
+
+    filename: str
+    chunk_size: int
+    """Items: documents."""
+    dim: int
+    """Tokens."""
 
 
 @dataclass
@@ -118,7 +128,7 @@ def files_digest(paths: Sequence[Path], cache_dir: str = "") -> str:
     return digest_of([file_digest(cache_root(cache_dir), path) for path in files])
 
 
-def _inspect(path: Path, tokenizer: Tokenizer, chunk: Mapping[str, Any] | None) -> TokenFile:
+def _inspect(path: Path, tokenizer: Tokenizer, chunk: LitdataChunk | None) -> TokenFile:
     """Open a file; `chunk` is its entry in litdata's index."""
     try:
         if chunk is not None:
@@ -234,12 +244,13 @@ def _megatron_offsets(index: Path, n_sequences: int, n_entries: int, file: Token
     return starts[entries]
 
 
-def _litdata_chunks(folder: Path) -> dict[str, Any]:
+def _litdata_chunks(folder: Path) -> dict[str, LitdataChunk]:
     """Return the chunks of a folder written by litdata with its `TokensLoader`, by name; empty for
     other folders. Raise `UserError` if the items are not tokens, and for MDS."""
     try:
         index = json.loads(read_regular(folder / _LITDATA_INDEX))
-        chunks = {chunk["filename"]: chunk for chunk in index.get("chunks", [])}
+        listed: list[LitdataChunk] = index.get("chunks", [])
+        chunks = {chunk["filename"]: chunk for chunk in listed}
         is_mds, config = "shards" in index, index["config"] if chunks else {}
         kind = " ".join([*config.get("data_format", ()), config.get("compression") or ""]).strip()
         # the tokens of the chunk

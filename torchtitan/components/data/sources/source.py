@@ -197,6 +197,8 @@ class Catalog(Generic[D]):
         )
 
 
+AnyCatalog = Catalog[HubDataset] | Catalog[ChatDataset]
+
 DOCUMENTS: Catalog[HubDataset] = Catalog(
     "dataset",
     {"stories": _STORIES},
@@ -438,7 +440,7 @@ def resolve_source(
     dataset: str,
     text_column: str | None = None,
     split: str = "train",
-    catalog: Catalog[HubDataset] | Catalog[ChatDataset] = DOCUMENTS,
+    catalog: AnyCatalog = DOCUMENTS,
     copied: bool = False,
 ) -> Source | StreamSource:
     """Return the data of a dataset string. Raise `UserError` if the dataset, path or split does not
