@@ -5,22 +5,30 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from tests.conftest import PROJECT
-from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.cli.main import main
+from torchtitan.components.checkpoint import CheckpointManager, catalog
 from torchtitan.components.checkpoint.formats import format_of
 from torchtitan.components.data import PretrainDataLoader, SFTDataLoader
-from torchtitan.components.evaluation.tasks import check_harness
+from torchtitan.components.data.finetuning.functions import load_function
+from torchtitan.components.data.sources.files import FilePart, read_rows
+from torchtitan.components.data.sources.hub_names import reject_page
+from torchtitan.components.evaluation.tasks import check_harness, read_questions
 from torchtitan.components.tokenizer import PretrainedTokenizer
-from torchtitan.config import manager
+from torchtitan.config import CommConfig, manager
+from torchtitan.config.configurable import suggest_choice
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.registry import load_config_function
+from torchtitan.distributed.process_group import init_process_group
 from torchtitan.models import llama3
 from torchtitan.models.pretrained import huggingface_model
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.patterns import choose
 
 CHAT = {"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yo."}]}
 
@@ -178,3 +186,139 @@ def test_an_export_type_without_an_export():
         config.validate()
     config.export_dtype = None
     config.validate()
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        (
+            "https://huggingface.co/Qwen/Qwen3-0.6B",
+            r"run torchtitan download Qwen/Qwen3-0.6B, and use ./assets/hf/Qwen3-0.6B",
+        ),
+        ("models--me--tiny", "in the cache of the Hub: use .*models--me--tiny/snapshots/abc"),
+    ],
+)
+def test_folders_of_the_hub(folder, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models--me--tiny/snapshots/abc").mkdir(parents=True)
+    for read in (huggingface_model, format_of):
+        with pytest.raises(UserError, match=message):
+            read(Path(folder))
+
+
+def test_a_model_as_the_checkpoint_of_a_run(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    option = "--checkpoint.initial_load_path"
+    with pytest.raises(UserError, match="no checkpoint of a run; add --checkpoint.initial_load_in"):
+        catalog.open_checkpoint(tmp_path, option)
+
+
+@pytest.mark.parametrize(
+    ("module", "config", "message"),
+    [
+        ("auto", "full", "use --module auto --config sft$"),
+        ("auto", "dpo", "use --module preference --config dpo$"),
+        ("llama3", "grpo", "use --module rl --config grpo$"),
+        ("preference", "orpo", "use --module preference --config dpo --loss.kind orpo$"),
+        ("axolotl", "lora", "torchtitan migrate FILE rewrites a file of this library"),
+    ],
+)
+def test_methods_and_libraries_as_configurations(module, config, message):
+    with pytest.raises(UserError, match=message):
+        load_config_function(module, config)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["serve", "--model", "m"], "argument --model; use --checkpoint DIR, a folder with"),
+        (["eval", "--model", "hf", "--tasks", "x"], "argument --model; use --checkpoint DIR"),
+        (["serve", "--checkpoint", "m", "--max-model-len", "9"], "the length is the model's own"),
+        (["serve", "--checkpoint", "m", "--served-model-name=x"], "name; use --model_name;"),
+        (["serve", "--checkpoint", "m", "--enable-lora"], "lora; use --adapters NAME=DIR"),
+        (
+            ["generate", "--checkpoint", "m", "--lora", "a"],
+            "use --checkpoint DIR, the adapter's folder, and --base",
+        ),
+        (["generate", "--checkpoint", "m", "--max-length", "9"], "use --max_new_tokens;"),
+        (["convert", "a", "b", "--to", "gguf", "--outtype", "f16"], "use --export_dtype or"),
+    ],
+)
+def test_options_of_other_programs_that_serve_or_convert(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_world_without_a_rank(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UserError, match="WORLD_SIZE is 8, but RANK is not set, .*unset WORLD_SIZE"):
+        init_process_group("cpu", CommConfig())
+
+
+def test_the_loss_of_held_out_data_by_its_name_elsewhere():
+    with pytest.raises(UserError, match="eval_loss: the loss of held-out data is validation_loss"):
+        ConfigManager().parse_args(["--callbacks.earlystopping.metric=eval_loss"]).config.check(1)
+
+
+def test_questions_with_other_columns(tokenizer, tmp_path):
+    file = write(tmp_path / "q.jsonl", {"question": "2+2?", "answers": ["4"]})
+    with pytest.raises(UserError, match="no gold, but question, answers; a question has query, "):
+        read_questions(Path(file))
+
+
+def test_data_that_is_a_pointer_of_git(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 9\n")
+    (tmp_path / "a.txt").write_text(file.read_text())
+    with pytest.raises(UserError, match="is a Git LFS pointer .*fetch the file with `git lfs pull"):
+        list(read_rows(file, "a.jsonl", print))
+    with pytest.raises(UserError, match="is a Git LFS pointer"):
+        list(FilePart("a.txt", tmp_path / "a.txt", "text").documents(print))
+
+
+def test_the_page_of_a_dataset():
+    page = "https://huggingface.co/datasets/tatsu-lab/alpaca"
+    for address in (page, f"{page}/viewer/default/train"):
+        with pytest.raises(UserError, match="is a page of the .*; name the dataset tatsu-lab/alp"):
+            reject_page(address)
+    reject_page(f"{page}/resolve/main/train.jsonl")
+
+
+def test_layers_with_commas():
+    names = ["layers.0.attention.wq"]
+    with pytest.raises(UserError, match="; separate several with spaces: q_proj v_proj$"):
+        choose("lora", ["q_proj,v_proj"], [], names, "layers")
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("--training.mixed_precision_param=fp16", "float16"),
+        ("--training.mixed_precision_param=half", "float16"),
+        ("--training.dtype=fp32", "float32"),
+        ("--training.dtype=fp16", None),  # no choice there
+    ],
+)
+def test_choices_of_other_libraries(option, meant):
+    with pytest.raises(UserError) as raised:
+        ConfigManager().parse_args([option])
+    assert str(raised.value).endswith(f"did you mean '{meant}'?") is bool(meant)
+
+
+def test_losses_of_other_libraries():
+    assert suggest_choice("sigmoid", Literal["simpo", "dpo"]) == "; did you mean 'dpo'?"
+    assert suggest_choice("sigmoid", Literal["simpo"]) == "; did you mean 'simpo'?"
+
+
+def test_a_function_with_a_syntax_error(tmp_path):
+    (tmp_path / "wrong.py").write_text("def f(:\n  pass\n")
+    with pytest.raises(UserError, match=r"SyntaxError: .* \(wrong.py, line 1\)$"):
+        load_function(f"{tmp_path}/wrong.py:f")
+
+
+def test_functions_in_a_notebook():
+    with pytest.raises(UserError, match="'nb.ipynb' does not exist; write the function to a file"):
+        load_function("nb.ipynb:f")

@@ -77,9 +77,10 @@ def _known_datasets(known: KnownConfiguration) -> Sequence[str] | None:
 
 
 def _check_dataset(dataset: str, names: Sequence[str]) -> None:
-    from torchtitan.components.data.sources.hub_names import hub_name
+    from torchtitan.components.data.sources.hub_names import hub_name, reject_page
     from torchtitan.components.data.sources.paths import local_files
 
+    reject_page(dataset)
     path = os.path.expanduser(dataset)
     is_other = not dataset or dataset in names or is_url(dataset) or hub_name(dataset)
     # Token files may have a path without its ending, and a name may precede a validation dataset.

@@ -404,6 +404,14 @@ def whole_number(value: Any) -> int:
     return int(number)
 
 
+_CHOICES_ELSEWHERE = {
+    "sigmoid": "dpo",  # of TRL's loss_type
+    **dict.fromkeys(("fp16", "half"), "float16"),
+    **dict.fromkeys(("fp32", "float"), "float32"),
+}
+"""Word of other libraries → the same choice here."""
+
+
 def suggest_choice(value: object, declared: Any) -> str:
     """Return `; did you mean 'x'?` for the word of a `Literal` type that `value` begins with, or is
     most like, in any case and without dashes; of a list, its first item that is no such word. ""
@@ -417,6 +425,8 @@ def suggest_choice(value: object, declared: Any) -> str:
     items = [str(item) for item in (value if isinstance(value, list) else [value])]
     meant = _letters(next((item for item in items if item not in choices), ""))
     words = {_letters(word): word for word in choices}
+    if (same := _CHOICES_ELSEWHERE.get(meant)) in choices:
+        return f"; did you mean '{same}'?"
     begun = [word for word in words if len(word) > 1 and meant.startswith(word)]
     if begun:
         meant = max(begun, key=len)

@@ -192,11 +192,34 @@ def _shared_configs(folder: Path) -> tuple[list[str], list[str]]:
     return sorted(others), for_folders
 
 
+_OF_METHODS = {
+    **dict.fromkeys(("full", "full_finetune", "finetune", "sft_full"), ("auto", "sft")),
+    **dict.fromkeys(("sft_lora", "lora_sft", "peft"), ("auto", "lora")),
+    **dict.fromkeys(("pt", "cpt"), ("auto", "pretrain")),
+    **{name: ("preference", name) for name in ("dpo", "ipo", "simpo", "kto", "online_dpo")},
+    "orpo": ("preference", "dpo --loss.kind orpo"),
+    "grpo": ("rl", "grpo"),
+    "ppo": ("ppo", "ppo"),
+    **dict.fromkeys(("rm", "reward", "bradley_terry"), ("reward", "bradley_terry")),
+    "gkd": ("distillation", "gkd"),
+}
+"""Name of a method, as other libraries have it → module and configuration, where a module has no
+configuration of this name."""
+
+_LIBRARIES = ("axolotl", "llamafactory", "litgpt", "torchtune", "trl")
+"""Other libraries, whose files `torchtitan migrate` rewrites."""
+
+
 def _unknown(
     config: str, module: str, short: str, functions: Iterable[str], for_folders: Iterable[str]
 ) -> UserError:
     """Return the error for a name that is neither one of the module's functions nor one of the
     configurations for folders."""
+    if meant := _OF_METHODS.get(config):
+        return UserError(
+            f"unknown configuration '{config}' in module '{module}'; use --module {meant[0]} "
+            f"--config {meant[1]}"
+        )
     known = [*functions, *for_folders, *(name.removeprefix(f"{short}_") for name in functions)]
     there_are = ", ".join(sorted(functions)) or "none"
     if for_folders:
@@ -335,6 +358,11 @@ def _import_registry(module: str) -> ModuleType:
         if not _is_importable(f"{module}.config_registry"):
             raise UserError(f"unknown module '{module}': '{module}.config_registry' does not exist")
         return _import(f"{module}.config_registry", module)
+    if module.lower().replace("-", "") in _LIBRARIES:
+        raise UserError(
+            f"unknown module '{module}': torchtitan migrate FILE rewrites a file of this library "
+            "for --config_file"
+        )
     known = sorted({*built_in, *installed})
     raise UserError(
         f"unknown module '{module}'{suggest(module, known)} (there are: {', '.join(known)}; also "
@@ -401,7 +429,9 @@ def import_failure(module: str, error: BaseException) -> UserError:
     ]
     where = (
         f" ({frames[-1].filename}, line {frames[-1].lineno})"
-        if frames and frames[-1].filename != __file__
+        if frames
+        and frames[-1].filename != __file__
+        and not isinstance(error, SyntaxError)  # which names its own
         else ""
     )
     return UserError(f"importing module '{module}' failed: {in_words(error)}{where}")

@@ -71,6 +71,11 @@ def init_process_group(device_type: str, comm: CommConfig) -> torch.device:
         # device.
         device_id = device if device_type == "cuda" else None
         timeout = timedelta(seconds=comm.init_timeout_seconds)
+        if "RANK" not in os.environ:
+            raise UserError(
+                f"the environment variable WORLD_SIZE is {world_size()}, but RANK is not set, as "
+                "launchers do; unset WORLD_SIZE, and set NGPU for the processes of this host"
+            )
         rank, size = int(os.environ["RANK"]), world_size()
         on_loopback = _is_loopback(os.environ.get("MASTER_ADDR", ""))
         if on_loopback or os.environ.get("LOCAL_WORLD_SIZE") == str(size):

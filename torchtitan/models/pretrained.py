@@ -26,7 +26,7 @@ from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.families import ANY_CLASS, families_with, named_family
 from torchtitan.protocols import BaseModel, ModelSpec
 from torchtitan.tools.errors import UnsupportedModelError, UserError, errors_of
-from torchtitan.tools.files import missing_folder_error, read_object
+from torchtitan.tools.files import inner_folder, missing_folder_error, read_object
 from torchtitan.tools.logging import logger
 from torchtitan.tools.torch_private import allocate
 
@@ -185,7 +185,9 @@ def _read_description(folder: Path, format: str) -> dict[str, Any]:
                 f"'{folder}' is an adapter, without its model; use the model's folder, and to "
                 f"train the adapter further --model_converters.lora.adapter_path {folder}"
             )
-        raise UserError(f"'{folder}' has no {name}, which says what model it holds")
+        raise UserError(
+            f"'{folder}' has no {name}, which says what model it holds{inner_folder(folder)}"
+        )
     return read_object(folder / name)
 
 

@@ -33,6 +33,9 @@ _MOST_PATH_LENGTH = 1000
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_HUB_PAGE = re.compile(r"https?:/{1,2}huggingface\.co/([\w-][\w.-]*/[\w-][\w.-]*)")
+"""Address of a model, also as a path, which has one slash."""
+
 _META = re.compile(r"(Meta-)?Llama-\d")
 """Prefix of the names of Meta's models on the Hub."""
 
@@ -220,6 +223,11 @@ def missing_folder_error(path: str | Path) -> UserError:
     """Return the error for a missing folder of model files, with the download command for a Hugging
     Face Hub id, or the names of a run's other checkpoints."""
     folder = Path(path)
+    if page := _HUB_PAGE.match(str(path)):
+        return UserError(
+            f"{page[0]} is a page of the Hugging Face Hub, and no folder; run torchtitan download "
+            f"{page[1]}, and use ./{DOWNLOADS / page[1].rpartition('/')[2]}"
+        )
     if folder.is_file() and folder.suffix == ".gguf":
         return UserError(
             f"{folder} is a GGUF file, which programs for inference read; use the folder of the "
@@ -251,6 +259,13 @@ def missing_folder_error(path: str | Path) -> UserError:
         f"{missing}; if it is a model on the Hugging Face Hub, run torchtitan download {folder}, "
         f"and use ./{downloaded}"
     )
+
+
+def inner_folder(folder: Path) -> str:
+    """Return advice for a folder of the cache of the Hugging Face Hub, whose models are in
+    `snapshots`; "" for other folders."""
+    found = sorted(folder.glob("snapshots/*/"))
+    return f"; it is in the cache of the Hub: use {found[-1]}" if found else ""
 
 
 def file_to_copy(folder: Path, name: str) -> Path:
@@ -291,6 +306,15 @@ def unreadable_file_error(file: str | Path, message: str) -> UserError:
             "lfs pull`, or the model with `torchtitan download`"
         )
     return UserError(message)
+
+
+def reject_lfs_pointer(path: Path) -> None:
+    """Raise `UserError` for a file of data that is Git's placeholder."""
+    if is_lfs_pointer(path):
+        raise UserError(
+            f"{path} is a Git LFS pointer in place of the file itself; fetch the file with `git "
+            "lfs pull`"
+        )
 
 
 def is_lfs_pointer(path: Path) -> bool:

@@ -45,6 +45,8 @@ def choose(
         for pattern in patterns:
             if not any(matches(pattern, name) for name in names):
                 known = ", ".join(without_numbers(names))
+                if re.fullmatch(r"\w+(,\w+)+", pattern):
+                    known += f"; separate several with spaces: {pattern.replace(',', ' ')}"
                 raise UserError(f"{option_name} '{pattern}' matches none of the {kind}: {known}")
     return [
         name

@@ -9,10 +9,15 @@ from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.run import Run, Sections
 from torchtitan.trainer.step_result import StopReason
 
+_LOSSES_ELSEWHERE = ("eval_loss", "eval/loss", "val_loss", "val/loss")
+"""Names of the loss of held-out data in other libraries."""
+
 
 def check_measured(run: Sections, metric: str, option: str) -> None:
     """Raise `UserError` if no validation or evaluation of a run can measure `metric`, the value of
     `option`. A metric with another name may be one of the user's own callbacks."""
+    if metric in _LOSSES_ELSEWHERE:
+        raise UserError(f"{option} {metric}: the loss of held-out data is validation_loss here")
     if metric.startswith("validation") and not run.validator.enable:
         raise UserError(f"{option} {metric} needs --validator.enable")
     if not metric.startswith("evaluation/"):

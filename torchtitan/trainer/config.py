@@ -488,6 +488,6 @@ def _check_distinct(section: str, configs: Sequence[Configurable.Config]) -> Non
 
 
 def _check_writable(folder: Path) -> None:
-    with os_errors_as(f"--dump_folder '{folder}' cannot be written"):
+    with os_errors_as(f"--dump_folder '{folder}' cannot be written", "; use another folder"):
         durable.make_folder(folder)
         tempfile.TemporaryFile(dir=folder).close()

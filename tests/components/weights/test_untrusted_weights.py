@@ -139,7 +139,7 @@ class TestNothingIsExecuted:
                 checkpoint__initial_load_path=folder,
                 checkpoint__initial_load_in_hf=True,
             )
-        with pytest.raises(UserError, match="is not a checkpoint"):
+        with pytest.raises(UserError, match="is a model's folder, and no checkpoint of a run"):
             train(tmp_path / "run", checkpoint__initial_load_path=folder)
 
     def test_metadata_with_a_forged_manifest(self, tmp_path, capsys, canary, trained):

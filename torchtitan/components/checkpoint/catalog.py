@@ -170,6 +170,11 @@ def open_checkpoint(path: AnyFolder, option: str = "") -> CheckpointInfo:
     if marker:
         return CheckpointInfo(marker.step, folder, marker)
     reject_outer_folder(path, option)
+    if option == "--checkpoint.initial_load_path" and folder.has_file("config.json"):
+        raise UserError(
+            f"{prefix}{path} is a model's folder, and no checkpoint of a run; add "
+            "--checkpoint.initial_load_in_hf"
+        )
     fault = (
         "is incomplete: its save was interrupted"
         if _NAME.fullmatch(folder.name)

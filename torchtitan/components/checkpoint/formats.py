@@ -11,7 +11,7 @@ from typing import Literal
 from torchtitan.components.checkpoint import catalog, torchtune_files
 from torchtitan.components.checkpoint.filesystem import DCP_METADATA
 from torchtitan.tools.errors import UserError, summarize_names
-from torchtitan.tools.files import missing_folder_error
+from torchtitan.tools.files import inner_folder, missing_folder_error
 
 Format = Literal["dcp", "hf", "meta"]
 
@@ -97,6 +97,8 @@ def format_of(path: str | Path) -> Format:
     _reject_other_kinds(folder)
     inside = sorted(item.name for item in folder.iterdir())
     contents = f"contains {summarize_names(inside)}" if inside else "is empty"
+    if advice := inner_folder(folder):
+        raise UserError(f"{folder} holds no checkpoint itself{advice}")
     raise UserError(
         f"{folder} holds no checkpoint: it {contents}, and has neither {DCP_METADATA} (DCP), "
         f"{', '.join((*SAFETENSORS, *PICKLED))} (Hugging Face), {META_FILES} (Meta) nor "

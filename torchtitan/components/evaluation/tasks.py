@@ -222,7 +222,10 @@ def _parse(line: str, where: str) -> Question:
     if "choices" not in content and "answer" in content:
         return _parse_open(content, where)
     if missing := [key for key in ("query", "choices", "gold") if key not in content]:
-        raise UserError(f"{where} has no {' and no '.join(missing)}")
+        raise UserError(
+            f"{where} has no {' and no '.join(missing)}, but {', '.join(content) or 'nothing'}; a "
+            "question has query, choices and gold, or query and answer"
+        )
     query = content["query"]
     choices = content["choices"]
     gold = content["gold"]

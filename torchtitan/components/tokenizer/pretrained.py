@@ -167,7 +167,7 @@ def _load_backend(folder: Path, split_pattern: str) -> HuggingFace | Tiktoken:
         raise UserError(
             f"no tokenizer in '{folder}': found neither tokenizer.json (Hugging Face), tekken.json "
             "(Mistral), nor tokenizer.model, tiktoken.model or *.tiktoken (SentencePiece or "
-            "tiktoken)"
+            "tiktoken); copy the tokenizer of the model there"
         )
     is_piece_model = path.suffix != ".json" and is_sentencepiece(path)
     is_ranks = path.suffix != ".json" and not is_piece_model

@@ -107,7 +107,8 @@ def files_of(folder: Path, weights: str, index: str) -> dict[Path, list[str] | N
         files.setdefault(file, []).append(name)
     if missing := sorted(file for file in files if not (folder / file).is_file()):
         raise UserError(
-            f"{folder} is incomplete: {index} lists missing files: {summarize_names(missing)}"
+            f"{folder} is incomplete: {index} lists missing files: {summarize_names(missing)}; "
+            "copy or download them"
         )
     return {folder / file: files[file] for file in sorted(files)}
 

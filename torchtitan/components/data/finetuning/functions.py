@@ -92,8 +92,11 @@ def _import_module(name: str, reference: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            is_notebook = name.endswith(".ipynb")
+            advice = "write the function to a file, NAME.py" if is_notebook else ""
+            advice = advice or f"for a file, use {name}.py"
             raise UserError(
-                f"{reference!r}: the module {name!r} does not exist; for a file, use {name}.py"
+                f"{reference!r}: the module {name!r} does not exist; {advice}"
             ) from error
         raise import_failure(name, error) from error
     except (ImportError, SyntaxError, *EXITS) as error:

@@ -31,6 +31,7 @@ from torchtitan.components.data.sources.rows import (
 from torchtitan.components.data.sources.tables import arrow_rows
 from torchtitan.components.data.sources.webdataset import Member, sample_rows
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.files import reject_lfs_pointer
 
 if TYPE_CHECKING:
     from _csv import Reader
@@ -74,6 +75,7 @@ def read_rows(path: Path, name: str, on_read: OnRead, column: str | None = None)
     suffix = file_format(path)
     assert suffix is not None, path
     with _named_errors(path):
+        reject_lfs_pointer(path)
         yield from with_bounded_blanks(_READERS[suffix](path, name, on_read, column))
 
 
@@ -96,6 +98,8 @@ class FilePart(Part):
 
     def documents(self, on_read: OnRead) -> Iterator[Document]:
         if file_format(self.path) in _TEXT_FORMATS:
+            with _named_errors(self.path):
+                reject_lfs_pointer(self.path)
             yield _text_chunks(self.path, on_read)
             return
         for row in read_rows(self.path, str(self.path), on_read, self.text_column):

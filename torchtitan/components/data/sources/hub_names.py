@@ -41,6 +41,19 @@ def hub_name(dataset: str) -> HubName | None:
     )
 
 
+_PAGE = re.compile(r"https?://huggingface\.co/datasets/(\w[\w.-]*/\w[\w.-]*)(?!.*/resolve/)")
+"""Address of a page about a dataset; the addresses of its files contain /resolve/."""
+
+
+def reject_page(dataset: str) -> None:
+    """Raise `UserError` for the address of a dataset's page, which has no data."""
+    if page := _PAGE.match(dataset):
+        raise UserError(
+            f"{dataset} is a page of the Hugging Face Hub; name the dataset {page[1]}, or "
+            f"{page[1]}:CONFIG[SPLIT]"
+        )
+
+
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 

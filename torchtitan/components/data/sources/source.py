@@ -19,6 +19,7 @@ from torchtitan.components.data.sources.hub_names import (
     check_revision,
     commit_of,
     hub_name,
+    reject_page,
 )
 from torchtitan.components.data.sources.paths import (
     local_files,
@@ -485,6 +486,7 @@ def resolve_source(
         if folder := saved_dataset(path, split):
             parts = [saved_table(folder, text_column or "text")]
         elif is_url(path):
+            reject_page(path)
             parts = stored_files(path, text_column or "text")
         else:
             files = local_files(path, catalog.names()).items()
