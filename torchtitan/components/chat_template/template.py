@@ -1,10 +1,11 @@
 """`ChatTemplate`, which renders conversations like transformers, and functions that load
 templates."""
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan.components.chat_template.built_in import BUILT_IN_TEMPLATES, REQUIRED_TOKENS
 from torchtitan.components.tokenizer import Tokenizer
@@ -12,6 +13,8 @@ from torchtitan.tools.errors import UserError, in_words, os_errors_as
 from torchtitan.tools.files import file_to_copy, read_object, read_regular
 
 if TYPE_CHECKING:
+    import jinja2
+
     from torchtitan.components.chat_template import replay
 
 Message = Mapping[str, object]
@@ -52,6 +55,31 @@ _LONGEST_SOURCE = 2**20
 """Limit in characters, 50 times the longest published templates."""
 
 
+class _Compiled(NamedTuple):
+    """A template and what its source tells about it."""
+
+    environment: "jinja2.Environment"
+    template: "jinja2.Template"
+    literals: Sequence[str]
+    marks_generation: bool
+    read: frozenset[str]
+    """Variables that it reads without setting them first."""
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str) -> _Compiled:
+    """Compile a template: once for the loaders, samplers and exports of a run. Raise the errors of
+    Jinja."""
+    from torchtitan.components.chat_template import sandbox
+
+    environment = sandbox.create_environment()
+    tree = environment.parse(source)
+    literals, marks = sandbox.literals(tree), sandbox.marks_generation(tree)
+    read = frozenset(sandbox.undeclared(tree, environment))
+    template = environment.from_string(sandbox.add_charges(tree, environment))
+    return _Compiled(environment, template, literals, marks, read)
+
+
 class ChatTemplate:
     """A compiled template. Raises `UserError` for an invalid template.
 
@@ -84,20 +112,14 @@ class ChatTemplate:
     ):
         import jinja2
 
-        from torchtitan.components.chat_template import replay, sandbox
+        from torchtitan.components.chat_template import replay
 
         if len(source) > _LONGEST_SOURCE:
             raise UserError(
                 f"{name} has {len(source):,} characters; the limit is {_LONGEST_SOURCE:,}"
             )
-        environment = sandbox.create_environment()
         try:
-            tree = environment.parse(source)
-            self.literals = sandbox.literals(tree)
-            self.marks_generation = sandbox.marks_generation(tree)
-            self._read = sandbox.undeclared(tree, environment)
-            self.option_names = sorted(self._read - {*_NOT_OPTIONS, *(variables or {})})
-            self._template = environment.from_string(sandbox.add_charges(tree, environment))
+            compiled = _compiled(source)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
                 f"{name} is not valid Jinja, line {error.lineno}: {error.message}"
@@ -106,7 +128,12 @@ class ChatTemplate:
             raise UserError(f"{name} is nested too deeply") from error
         except Exception as error:  # Jinja generates Python code, which may be invalid
             raise UserError(f"{name} is not valid Jinja: {in_words(error)}") from error
-        self._replays = replay.Replays(source, environment)
+        self.literals = list(compiled.literals)
+        self.marks_generation = compiled.marks_generation
+        self._read = compiled.read
+        self.option_names = sorted(self._read - {*_NOT_OPTIONS, *(variables or {})})
+        self._template = compiled.template
+        self._replays = replay.Replays(source, compiled.environment)
         self.source = source
         self.name = name
         self.of_model = of_model
