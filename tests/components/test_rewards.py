@@ -654,7 +654,8 @@ def test_spellings_of_different_rationals_are_different():
 @pytest.mark.parametrize("place", ["{}", r"\boxed{{{}}}", "The answer is {}", "#### {}", "${}$"])
 def test_a_long_answer_is_not_paid_and_takes_no_process(part, place):
     number = find_reward("number")
-    text = place.format(200_000 * part)
+    repeats = 200_000 if place == "{}" else 20_000  # the time is that of reading
+    text = place.format(repeats * part)
     assert number("", text, {"answer": "1"}) == 0
     check = mock.Mock(return_value=False)
     assert not same_answers("1", text, check)
