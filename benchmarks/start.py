@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 DEBUG_MODEL = ["train", "--module", "llama3", "--config", "debugmodel"]
+RL = ["train", "--module", "rl", "--config", "debugmodel"]
 FIRST_STEP = [*DEBUG_MODEL, "--training.steps", "1", "--validator.no_enable"]
 
 AXOLOTL = """\
@@ -43,12 +44,34 @@ COMMANDS: dict[str, list[str]] = {
     "a wrong module": ["train", "--module", "lama3"],
     "a value out of range": [*DEBUG_MODEL, "--optimizer.lr", "-1"],
     "a wrong degree": [*DEBUG_MODEL, "--parallelism.tensor_parallel_degree", "3"],
+    "a wrong batch": [*DEBUG_MODEL, "--training.global_batch_size", "3"],
     "a wrong file": [*DEBUG_MODEL, "--dataloader.dataset", "nowhere.txt"],
+    "a wrong column": [*DEBUG_MODEL, "--dataloader.dataset", "rows.jsonl"],
+    "a wrong function": [*RL, "--rewards", "nowhere.py:score"],
     "a folder without a checkpoint": ["generate", "--checkpoint", "nowhere", "--prompt", "x"],
     "`report`": ["report", "run"],
     "`migrate`": ["migrate", "axolotl.yaml", "--out", "migrated.yaml"],
     "first step": [*FIRST_STEP, "--dump_folder", "out"],
 }
+
+TRAINER = """\
+import torch
+import transformers
+
+config = transformers.LlamaConfig(
+    vocab_size=2048, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
+    num_attention_heads=8, num_key_value_heads=4,
+)
+rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(2048, (8, 256))]
+arguments = transformers.TrainingArguments(
+    "trainer", max_steps=1, per_device_train_batch_size=8, use_cpu=True, report_to=[],
+    save_strategy="no",
+)
+model = transformers.LlamaForCausalLM(config)
+transformers.Trainer(model, arguments, train_dataset=rows).train()
+"""
+"""A first step of transformers' Trainer, with a model of the debug model's sizes and random
+tokens, which need no tokenizer."""
 
 REFUSED = [
     words
@@ -86,6 +109,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=COMMANDS, help="rows besides `import torch`")
+    parser.add_argument("--trainer", action="store_true", help="add transformers' Trainer")
     options = parser.parse_args()
     checkouts = [ROOT, *(path.resolve() for path in options.before)]
     print("| command | " + " | ".join(checkout.name for checkout in checkouts) + " |")
@@ -93,6 +117,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "axolotl.yaml").write_text(AXOLOTL)
+        (folder / "rows.jsonl").write_text('{"answer": "no text"}\n')
         ours = environment_of(ROOT, options.threads)
         run = [sys.executable, "-m", "torchtitan", *FIRST_STEP, "--dump_folder", "run"]
         if math.isnan(processor_seconds(run, ours, folder)):
@@ -101,6 +126,8 @@ def main() -> None:
         for title in options.only or COMMANDS:
             words = COMMANDS[title]
             commands[title] = [sys.executable, "-m", "torchtitan", *words]
+        if options.trainer:
+            commands["first step of the Trainer"] = [sys.executable, "-c", TRAINER]
         for title, command in commands.items():
             seconds: dict[Path, list[float]] = {checkout: [] for checkout in checkouts}
             for _ in range(options.rounds + 1):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.cli import early_checks
-from torchtitan.cli.early_checks import check_degrees, check_files, may_have_gpus
+from torchtitan.cli.early_checks import check_data, check_degrees, check_files, may_have_gpus
 from torchtitan.config import ConfigManager, manager
 from torchtitan.config.option_table import KnownConfiguration
 from torchtitan.tools.errors import UserError
@@ -16,6 +16,9 @@ MISTAKES = {
     "--parallelism.data_parallel_shard_degree=4": "is not the number of processes, 2 (NGPU)",
     "--parallelism.expert_tensor_parallel_degree=2": "must be 1 or",
     "--parallelism.expert_parallel_degree=3": "does not divide",
+    "--training.global_batch_size=3": "not a multiple of local_batch_size x data-parallel ranks",
+    "--training.batch_schedule=9:3": "not a multiple of local_batch_size x data-parallel ranks",
+    "--parallelism.pipeline_parallel_layers_per_stage=1": "needs --parallelism.pipeline",
     "--dataloader.dataset=nowhere.txt": "is neither a registered name",
     "--dataloader.dataset=data/nowhere.txt": "data does not exist",
     "--validator.dataset=nowhere.txt": "is neither a registered name",
@@ -30,6 +33,7 @@ def early(*words: str) -> None:
     def check(known: KnownConfiguration, given: Mapping[str, object]) -> None:
         check_degrees(known, given)
         check_files(known, given)
+        check_data(known, given)
         ran.append(known)
 
     ConfigManager(early_checks=[check]).parse_args(words)
@@ -77,8 +81,94 @@ def test_right_words_are_no_mistakes(words):
     early(*words)
 
 
+SFT = ["--config=debugmodel_sft"]
+GRPO = ["--module=rl", "--config=debugmodel"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dataloader.dataset=other.jsonl"], "no column 'text'"),
+        (["--dataloader.dataset=broken.jsonl"], "broken.jsonl"),
+        (["--dataloader.dataset=object.json"], "one object over several lines"),
+        (["--dataloader.dataset=empty"], "contains no data files"),
+        (["--dataloader.dataset=image.xyz"], "image.xyz"),
+        (["--dataloader.shuffle_buffer=0"], "must be at least 1 document"),
+        (["--dataloader.weights", "1", "2"], "weights"),
+        ([*SFT, "--dataloader.dataset=other.jsonl"], "the rows have the columns a, b"),
+        ([*SFT, "--dataloader.dataset=broken.jsonl"], "broken.jsonl"),
+        ([*SFT, "--dataloader.dataset=empty"], "contains no data files"),
+        ([*SFT, "--dataloader.dataset=chats.jsonl", "--dataloader.format=message"], "is unknown"),
+        ([*SFT, "--dataloader.dataset=chats.jsonl", "--dataloader.columns=text=x"], "no column"),
+        ([*SFT, "--dataloader.format=nowhere.py:rows"], "file nowhere.py does not exist"),
+        ([*SFT, "--dataloader.token_range=9-1"], "must have the form LOW-HIGH"),
+        ([*SFT, "--dataloader.pack_chunk=0"], "must be at least 1 sample"),
+        ([*GRPO, "--rewards", "nowhere.py:score"], "^--rewards: .*nowhere.py does not exist"),
+        ([*GRPO, "--rollout.function=nowhere.py:play"], "^--rollout.function: .* does not exist"),
+    ],
+    ids=str,
+)
+def test_wrong_data_and_functions_have_the_message_of_the_run(words, message, monkeypatch):
+    monkeypatch.setenv("NGPU", "1")
+    Path("other.jsonl").write_text('{"a": "x", "b": "y"}\n')
+    Path("chats.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
+    Path("broken.jsonl").write_text('{"text": \n')
+    Path("object.json").write_text('{\n"text": "x"\n}')
+    Path("image.xyz").touch()
+    Path("empty").mkdir()
+    with monkeypatch.context() as without_import:
+        without_import.delattr(manager, "load_config_function")
+        with pytest.raises(UserError, match=message) as found:
+            early(*words)
+    with pytest.raises(UserError) as late:
+        ConfigManager().parse_args(words).config.check(world_size=1)
+    assert str(late.value) == str(found.value)
+
+
+def test_first_rows_of_large_and_prepared_data_are_left_to_the_run(monkeypatch):
+    Path("other.jsonl").write_text('{"a": "x"}\n')
+    monkeypatch.setattr("torchtitan.components.data.sources.paths._QUICK_SIZE", 5)
+    early("--dataloader.dataset=other.jsonl")
+
+
+def test_no_code_of_a_user_runs_early():
+    Path("rows.py").write_text("raise SystemExit('run too early')")
+    early(*SFT, "--dataloader.format=rows.py:convert")
+    early(*GRPO, "--rewards=rows.py:score")
+    early(*GRPO, "--rewards", "pattern=nowhere.py:score", "length=3")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            [
+                "--training.enable_cpu_offload",
+                "--parallelism.data_parallel_shard_degree=1",
+                "--parallelism.data_parallel_replicate_degree=2",
+            ],
+            "is a part of FSDP",
+        ),
+        (
+            ["--training.seq_len_schedule=9:64", "--parallelism.pipeline_parallel_degree=2"],
+            "cannot be combined with --training.seq_len_schedule",
+        ),
+    ],
+    ids=str,
+)
+def test_sections_are_compared_as_by_the_run(words, message, monkeypatch):
+    with monkeypatch.context() as without_import:
+        without_import.delattr(manager, "load_config_function")
+        with pytest.raises(UserError, match=message) as found:
+            early(*words)
+    with pytest.raises(UserError) as late:
+        ConfigManager().parse_args(words).config.check(world_size=2)
+    assert str(late.value) == str(found.value)
+
+
 def test_numbers_in_a_file_are_names():
     Path("2024").mkdir()
+    Path("2024/story.txt").write_text("text")
     Path("run.yaml").write_text("dataloader: {dataset: [2024]}\nhf_assets_path: 2024\n")
     early("--config_file=run.yaml")
     Path("run.yaml").write_text("dataloader: {dataset: [2024-01-01]}")

@@ -290,6 +290,8 @@ def test_help_is_that_of_the_configuration(module, config, tmp_path, monkeypatch
         ["--module", "qwen3", "--config", "qwen3_0.6b", "--training.max_norm=0"],
         ["--model.n_heads", "7"],
         ["--module", "gemma4", "--model.n_layers=0"],
+        ["--dataloader.dataset", __file__.replace("test_option_table.py", "migration")],
+        ["--config", "debugmodel_sft", "--dataloader.format=nowhere.py:rows"],
     ],
 )
 def test_torch_is_not_imported(words):

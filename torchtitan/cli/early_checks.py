@@ -4,12 +4,25 @@ import glob
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from torchtitan.cli.launch import environment_number
-from torchtitan.config.degrees import resolve_degrees
+from torchtitan.config.degrees import check_training, resolve_degrees
 from torchtitan.config.option_table import KnownConfiguration
+from torchtitan.config.sections import TrainingConfig
+from torchtitan.tools.errors import errors_of
 from torchtitan.tools.files import is_url, missing_folder_error
+
+_WITHOUT_TORCH = "torchtitan.components.data."
+"""Package of the loaders whose configurations need no torch."""
+
+_FUNCTIONS = {
+    "dataloader.format": "",
+    "rewards": "--rewards",
+    "rollout.function": "--rollout.function",
+}
+"""Options that name users' functions, with the beginning of their messages."""
 
 _ACCELERATORS = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")
 """Devices of GPUs on Linux: of NVIDIA's drivers, also of its small boards, of Windows' subsystem,
@@ -17,12 +30,13 @@ and of AMD's driver."""
 
 
 def check_degrees(known: KnownConfiguration, given: Mapping[str, object]) -> None:
-    """Raise `UserError` if the degrees of parallelism that are set do not fit the number of
-    processes, as far as it is known."""
-    is_set = any(key.startswith("parallelism.") for key in given)
+    """Raise `UserError` if the degrees of parallelism and the options of training that are set do
+    not fit the number of processes, as far as it is known, or each other."""
+    is_set = any(key.startswith(("parallelism.", "training.")) for key in given)
     processes = known_processes()
     if is_set and processes and not (config := known.parallelism(given)).auto:
-        resolve_degrees(config, processes)
+        training = TrainingConfig(**known.section("training", given))
+        check_training(training, config, resolve_degrees(config, processes))
 
 
 def known_processes() -> int | None:
@@ -52,6 +66,31 @@ def check_files(known: KnownConfiguration, given: Mapping[str, object]) -> None:
         is_read = key == "dataloader.dataset" or known.value("validator.enable", given)
         if is_read and key in given:
             _check_datasets(known, known.value(key, given))
+
+
+def check_data(known: KnownConfiguration, given: Mapping[str, object]) -> None:
+    """Raise `UserError` for options of the loader, for data whose first rows cannot be used, and
+    for a missing file of a user's function. Loaders that need torch are left to the run."""
+    for key in filter(given.__contains__, _FUNCTIONS):
+        _check_functions(key, known.value(key, given))
+    is_set = any(key.startswith("dataloader.") for key in given)
+    is_light = known.module_of("dataloader").startswith(_WITHOUT_TORCH)
+    if not (is_set and is_light and known.is_current):
+        return
+    config = known.component("dataloader", given)
+    config.validate()
+    if not os.environ.get("COMM_MODE") and not _may_be_complete(known, given):
+        config.check_first_rows()
+
+
+def _check_functions(key: str, value: str | Sequence[str]) -> None:
+    """Raise `UserError` for a missing file with a function, with the message of the run."""
+    from torchtitan.components.data.finetuning.functions import check_function_file
+
+    with errors_of(subject) if (subject := _FUNCTIONS[key]) else nullcontext():
+        for reference in [value] if isinstance(value, str) else value:
+            if "=" not in reference:  # as in a built-in reward, pattern=REGEX
+                check_function_file(reference)
 
 
 def _may_be_complete(known: KnownConfiguration, given: Mapping[str, object]) -> bool:

@@ -60,10 +60,10 @@ def train(args: Sequence[str]) -> int:
 
 
 def _train(args: list[str]) -> int:
-    from torchtitan.cli.early_checks import check_degrees, check_files
+    from torchtitan.cli.early_checks import check_data, check_degrees, check_files
     from torchtitan.config.manager import ConfigManager
 
-    checks = [check_degrees, check_files]
+    checks = [check_degrees, check_files, check_data]
     resolved = ConfigManager(early_checks=checks).parse_args(args)
     if _is_dry_run():
         _dry_run(resolved.config)

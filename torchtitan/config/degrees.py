@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from math import prod
 
-from torchtitan.config.sections import ParallelismConfig
+from torchtitan.config.sections import ParallelismConfig, TrainingConfig
 from torchtitan.tools.errors import UserError, require
 
 
@@ -36,6 +36,37 @@ def resolve_degrees(config: ParallelismConfig, world_size: int) -> dict[str, int
         )
     _check_experts(config, degrees)
     return degrees
+
+
+def check_training(
+    training: TrainingConfig, parallelism: ParallelismConfig, degrees: Mapping[str, int]
+) -> None:
+    """Raise `UserError` for options of training that the degrees of `resolve_degrees` do not
+    allow."""
+    if training.seq_len_schedule:
+        parallelism.require_one(
+            "pipeline", user="--training.seq_len_schedule, since its buffers have one size"
+        )
+    for name in ("module_fqns_per_model_part", "pipeline_parallel_layers_per_stage"):
+        is_set = getattr(parallelism, name) is not None
+        if is_set and degrees["pipeline_parallel_degree"] == 1:
+            raise UserError(
+                f"--parallelism.{name} needs --parallelism.pipeline_parallel_degree above 1"
+            )
+    shard = degrees["data_parallel_shard_degree"]
+    training.resolve_global_batch_size(shard * degrees["data_parallel_replicate_degree"])
+    if training.enable_cpu_offload:
+        require_fsdp("--training.enable_cpu_offload", shard * degrees["context_parallel_degree"])
+
+
+def require_fsdp(option: str, shards: int) -> None:
+    """Raise `UserError` for an option that needs several ranks to share the weights, if `shards`,
+    the ranks that do so, are one."""
+    if shards == 1:
+        raise UserError(
+            f"{option} is a part of FSDP, and needs --parallelism.data_parallel_shard_degree (or "
+            "context_parallel_degree) above 1"
+        )
 
 
 def _check_experts(config: ParallelismConfig, degrees: Mapping[str, int]) -> None:

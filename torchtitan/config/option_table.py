@@ -126,6 +126,10 @@ class KnownConfiguration:
         """Return whether the table has all of these options, or components with options."""
         return all(name in self.fields or self._sections.get(name, ("", ""))[0] for name in names)
 
+    def module_of(self, name: str) -> str:
+        """Return the module with the class of a component; "": it has no options."""
+        return str(self._sections.get(name, ("", ""))[0] or "").partition(":")[0]
+
     def component(self, name: str, given: Mapping[str, object]) -> Any:
         """Return the configuration of a component, or the value of an option, with the values
         `given` by key. This imports only the modules of the component and its parts."""

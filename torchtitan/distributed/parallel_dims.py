@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config import ParallelismConfig
-from torchtitan.config.degrees import product_of, resolve_degrees
+from torchtitan.config.degrees import product_of, require_fsdp, resolve_degrees
 from torchtitan.distributed.context_parallel import LoadBalancer, SequenceShards
 from torchtitan.distributed.process_group import flatten_mesh, new_mesh, split_mesh
 from torchtitan.protocols import BaseModel
@@ -64,11 +64,12 @@ class ParallelDims:
 
     def require_fsdp(self, option: str) -> None:
         """Raise `UserError` for an option that needs several ranks to share the weights."""
-        if self.shards == 1:
-            raise UserError(
-                f"{option} is a part of FSDP, and needs --parallelism.data_parallel_shard_degree "
-                "(or context_parallel_degree) above 1"
-            )
+        require_fsdp(option, self.shards)
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degrees that multiply to the number of ranks, by option."""
+        return {name: getattr(self, field) for name, field in DEGREES.items()}
 
     def check_fits(self, model: BaseModel.Config, seq_len: int) -> None:
         """Raise `UserError` for a degree that the model does not support, or for the first size of

@@ -38,6 +38,7 @@ from torchtitan.config import (
     TrainingConfig,
 )
 from torchtitan.config.configurable import config_key, field_types, leaves
+from torchtitan.config.degrees import check_training
 from torchtitan.config.values import is_hidden
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import check_activation_checkpoint
@@ -282,19 +283,11 @@ class RunConfig(Configurable.Config):
         dims = ParallelDims.from_config(self.parallelism, world_size)
         for seq_len in self.training.seq_lens:
             dims.check_fits(self.model_spec.model, seq_len)
-        if self.training.seq_len_schedule:
-            self.parallelism.require_one(
-                "pipeline", user="--training.seq_len_schedule, since its buffers have one size"
-            )
+        check_training(self.training, self.parallelism, dims.degrees)
         if dims.pp > 1:
             PipelinePlan.from_config(
                 self.parallelism, self.model_spec.model, self.training.local_batch_size
             )
-        for name in ("module_fqns_per_model_part", "pipeline_parallel_layers_per_stage"):
-            if dims.pp == 1 and getattr(self.parallelism, name) is not None:
-                raise UserError(
-                    f"--parallelism.{name} needs --parallelism.pipeline_parallel_degree above 1"
-                )
         # Only a split backward pass asks, and a class of transformers answers by a trial.
         has_experts = self.parallelism.splits_backward and bool(
             self.model_spec.model.expert_parallel_sizes
@@ -327,8 +320,6 @@ class RunConfig(Configurable.Config):
         is_long = in_steps or has_ratio or warmup == 0 or warmup >= n_tokens
         least = f"0 tokens (--lr_scheduler.unit), or at least the {n_tokens} of a step"
         require(is_long, "--lr_scheduler.warmup_steps", warmup, least)
-        if self.training.enable_cpu_offload:
-            dims.require_fsdp("--training.enable_cpu_offload")
         for section in dataclasses.fields(self):
             if getattr(getattr(self, section.name), "offload", False):  # of a frozen model
                 dims.require_fsdp(f"--{section.name}.offload")

@@ -406,7 +406,11 @@ CONSTANT = {"lr_scheduler__decay_ratio": 0.0}
         ({"optimizer__rank_fraction": 0.0}, r"--optimizer\.rank_fraction is 0\.0"),
         ({"optimizer__basis_interval": 0}, r"--optimizer\.basis_interval is 0"),
         (
-            {"optimizer__name": "Dion", "training__enable_cpu_offload": True},
+            {
+                "optimizer__name": "Dion",
+                "training__enable_cpu_offload": True,
+                "parallelism__data_parallel_shard_degree": 2,
+            },
             r"Dion cannot be combined with --training\.enable_cpu_offload",
         ),
         (
@@ -421,8 +425,9 @@ CONSTANT = {"lr_scheduler__decay_ratio": 0.0}
     ],
 )
 def test_refusals(tmp_path, options, message):
+    world_size = options.get("parallelism__data_parallel_shard_degree", 1)
     with pytest.raises(UserError, match=message):
-        tiny_config(tmp_path, **options).check(world_size=1)
+        tiny_config(tmp_path, **options).check(world_size=world_size)
 
 
 # --- runs -----------------------------------------------------------------------------------------

@@ -134,6 +134,10 @@ class BaseDataLoader(Configurable):
     class Config(Configurable.Config):
         """Training data."""
 
+        def check_first_rows(self) -> None:
+            """Raise `UserError` if the first rows of local data show that it cannot be used. This
+            neither runs a user's code nor imports torch, so it comes before either."""
+
         def check_folder(self, tokenizer: Tokenizer) -> None:
             """Raise `UserError` if the folder of the tokenizer lacks what this data needs, such as
             a processor of images."""

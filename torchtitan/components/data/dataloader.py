@@ -26,6 +26,7 @@ from torchtitan.components.data.pretraining.token_files import (
 from torchtitan.components.data.pretraining.tokens import Tokens
 from torchtitan.components.data.report import DataSummary
 from torchtitan.components.data.sources.block_cache import BlockCache
+from torchtitan.components.data.sources.paths import is_quick_to_open
 from torchtitan.components.data.sources.source import (
     DOCUMENTS,
     Source,
@@ -159,6 +160,18 @@ class PretrainDataLoader(WindowsDataLoader):
             if self.weights:
                 check_weights("weights", self.weights, len(self.dataset))
                 check_cycle(self.weights)
+
+        def check_first_rows(self) -> None:
+            for dataset in filter(is_quick_to_open, self.dataset):
+                if prepared.find_prepared(dataset, DOCUMENTS):
+                    continue
+                if find_token_files(dataset, DOCUMENTS.names()):
+                    continue
+                source = self.source(dataset)
+                if isinstance(source, Source):
+                    for document in source.documents():
+                        next(iter(document), None)
+                        break
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
             """Tokenize local data into the cache, or read the first document of a stream."""

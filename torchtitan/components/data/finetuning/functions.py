@@ -51,10 +51,17 @@ def load_member(reference: str, is_wanted: Callable[[object], bool]) -> Any:
     return functions[name]
 
 
-def _import_file(name: str, reference: str) -> ModuleType:
-    path = Path(name).expanduser()
-    if not path.is_file():
+def check_function_file(reference: str) -> None:
+    """Raise `UserError` if the file of `path/to/file.py:function` does not exist; accept other
+    texts."""
+    path = Path(reference.rpartition(":")[0]).expanduser()
+    if path.suffix == ".py" and not path.is_file():
         raise UserError(f"{reference!r}: the file {path} does not exist")
+
+
+def _import_file(name: str, reference: str) -> ModuleType:
+    check_function_file(reference)
+    path = Path(name).expanduser()
     spec = importlib.util.spec_from_file_location(f"row_functions_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -39,6 +39,7 @@ from torchtitan.components.data.prepare.prepared import (
     validation_split,
 )
 from torchtitan.components.data.pretraining.order import check_cycle
+from torchtitan.components.data.sources.paths import is_quick_to_open
 from torchtitan.components.data.sources.source import (
     AUTO,
     CHAT_DATASETS,
@@ -178,6 +179,11 @@ class RowsDataLoader(TokenizingDataLoader):
             """Raise `UserError` for processes that this host cannot run."""
             TokenizingDataLoader.Config.check_host(self)
             check_processes(self.encoding_processes)
+
+        def check_first_rows(self) -> None:
+            is_code = ":" in self.format
+            if self.stream == "none" and not is_code and all(map(is_quick_to_open, self.dataset)):
+                self.rows()
 
         def prepare(self, *, tokenizer: Tokenizer) -> None:
             self.check_host()

@@ -12,6 +12,9 @@ from torchtitan.components.data.sources.files import file_format, supported_form
 from torchtitan.tools.errors import UserError, suggest
 from torchtitan.tools.files import is_url, read_regular, regular_file
 
+_QUICK_SIZE = 2**24
+"""Bytes of a file that are parsed in a moment."""
+
 _SPLIT = re.compile(r"\w[\w.-]*")
 """Valid name of a split, which is also a folder name; excludes `..`."""
 
@@ -48,6 +51,13 @@ def searched_folder(dataset: str) -> Path | None:
     """Return the path of a folder; None for other paths."""
     path = _path(dataset)
     return path if path.is_dir() else None
+
+
+def is_quick_to_open(dataset: str) -> bool:
+    """Return whether a dataset is a folder here, or a file that is read in a moment even if its
+    format is read as a whole."""
+    path = _path(dataset)
+    return path.is_dir() or (path.is_file() and path.stat().st_size <= _QUICK_SIZE)
 
 
 def location(dataset: str) -> str:
