@@ -121,6 +121,7 @@ def test_a_forecast_run_shows_forecast_and_outcome(finished, tmp_path, capsys):
         (["--module", "qwen3"], r"another family \(--module\): torchtitan.models.llama3, and"),
         (["--width_per_layer", "32"], "another width per layer"),
         (["--muon", "true"], r"another optimizer \(--muon\): AdamW, and this run has Muon"),
+        (["--optimizer.lr", "1e-3"], r"another base rate \(--optimizer.lr\): .*, and .* has 0.001"),
         (["--dataloader.dataset", "other.txt"], r"another data .*: \['stories'\], and"),
         (["--validator.dataset", "other.txt"], "another held out data"),
         (["--tokenizer.added_tokens", "<new>"], r"another tokenizer \(--hf_assets_path\)"),

@@ -19,7 +19,7 @@ from torchtitan.tools.errors import UserError
 
 # arXiv:2404.10102, a replication of Chinchilla's fit
 CHINCHILLA = Law(1.8172, 482.01, 0.3478, 2085.43, 0.3658)
-SETTING = Setting("torchtitan.models.llama3", 64, "a digest", 256, "AdamW", ["text"], [])
+SETTING = Setting("torchtitan.models.llama3", 64, "a digest", 256, "AdamW", 4e-3, ["text"], [])
 GRID = [(n, n * ratio) for n in (1e5, 3e5, 1e6, 3e6) for ratio in (10, 20, 40)]
 
 

@@ -114,6 +114,7 @@ def setting_of(config: DialTrainer.Config, tokenizer: Tokenizer) -> Setting:
         tokenizer=tokenizer.fingerprint,
         window=config.training.seq_len,
         optimizer="Muon" if config.muon else "AdamW",
+        base_rate=config.optimizer.lr,
         data=loader.dataset,
         held_out_data=config.validator.dataset,
     )

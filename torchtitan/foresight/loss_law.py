@@ -54,6 +54,8 @@ class Setting(NamedTuple):
     """Tokens."""
     optimizer: str
     """AdamW or Muon."""
+    base_rate: float
+    """`--optimizer.lr`, which is the same at every size."""
     data: list[str]
     """Training data, as configured."""
     held_out_data: list[str]
@@ -76,6 +78,7 @@ _OPTIONS = {
     "tokenizer": "--hf_assets_path",
     "window": "--window",
     "optimizer": "--muon",
+    "base_rate": "--optimizer.lr",
     "data": "--dataloader.dataset",
     "held_out_data": "--validator.dataset",
 }
