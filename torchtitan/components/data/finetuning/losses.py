@@ -2,15 +2,13 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torchtitan.components.chat_template.forms import REASONING, without_empty_block
 from torchtitan.components.data.finetuning.conversation import Message
 
 Part = Literal["reasoning", "tools", "content"]
 """Part of a message that a template may omit."""
-
-PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def parts_of(message: Message) -> list[Part]:

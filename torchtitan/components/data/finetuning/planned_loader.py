@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 PREFETCHED_BATCHES = 2
 """Batches prefetched by each worker process."""
 
+CHUNK_WITH_PACKING = 8192
+"""Samples of a dataset that are drawn and packed at a time, by default."""
+
 CHUNK_WITHOUT_PACKING = 1024
 """Samples drawn at a time if each window holds one sample; does not affect the order."""
 
@@ -95,18 +98,30 @@ class PlannedDataLoader(RowsDataLoader):
         windows_per_step: int,
         **options: Unpack[PlanOptions],
     ) -> Planner:
-        """Create a planner at the first window, by default with one sample per window, for steps of
-        `windows_per_step`. Each dataset has its sampler. `epochs` is the number of passes over the
-        data; None: windows never end. `options` are further arguments of the planner."""
-        lengths = [np.ones(data.n_samples, np.int64) for data in self.samples.sets]
-        adapts = any(sampler.adaptive for sampler in samplers)  # after each step
+        """Create a planner at the first window.
+
+        Args:
+            samplers: sampler of each dataset.
+            epochs: passes over the data; None: windows never end.
+            windows_per_step: windows of a training step.
+            options: further arguments of the planner.
+        """
+        config, sets = self.config, self.samples.sets
+        if self.sequences_per_window:
+            sizes = [data.sequence_positions().sum(axis=1) for data in sets]
+            chunk = config.packing_chunk() or CHUNK_WITH_PACKING
+        else:
+            sizes = [np.ones(data.n_samples, np.int64) for data in sets]
+            adapts = any(sampler.adaptive for sampler in samplers)  # after each step
+            chunk = windows_per_step if adapts else CHUNK_WITHOUT_PACKING
         return Planner(
-            lengths,
-            1,
+            sizes,
+            self.positions_of_window(self._layout.seq_len),
             samplers,
-            packing="none",
-            chunk=windows_per_step if adapts else CHUNK_WITHOUT_PACKING,
+            packing=config.packing_method(),
+            chunk=chunk,
             epochs=epochs,
+            windows_per_step=windows_per_step,
             **options,
         )
 
@@ -144,14 +159,16 @@ class PlannedDataLoader(RowsDataLoader):
 
     @cached_property
     def windows_per_epoch(self) -> int:
-        """Windows in one pass over all data."""
-        if (windows := self._planner.windows_by_epoch) is not None:
+        """Windows in one pass over all data, without mixing datasets."""
+        windows = self._planner.windows_by_epoch
+        if windows is not None and not self.config.dataset_weights():
             return windows[0]
+        in_any_order = ShuffleSampler.Config()
         samplers = [
-            ShuffleSampler.Config().build(n_samples=data.n_samples, seed=0)
-            for data in self.samples.sets
+            in_any_order.build(n_samples=data.n_samples, seed=0) for data in self.samples.sets
         ]
-        return sum(1 for _ in self.plan(samplers, epochs=1, windows_per_step=1))
+        epoch = PlannedDataLoader.plan(self, samplers, epochs=1, windows_per_step=1)
+        return sum(1 for _ in epoch)
 
     @property
     def packing_efficiency(self) -> float | None:

@@ -4,7 +4,7 @@ answers with labels."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Unpack
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from torchtitan.components.data.finetuning.conversation import (
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.row_formats import Kind
 from torchtitan.components.data.finetuning.samples import Windows, pack_samples
-from torchtitan.components.data.plan import Packing, Planner, PlanOptions, Sampler
+from torchtitan.components.data.plan import Packing
 from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
@@ -95,32 +95,11 @@ class PreferenceDataLoader(PlannedDataLoader):
     kind: ClassVar[Kind] = "preference"
     encoder_class: ClassVar[type[RowEncoder]] = PairEncoder
     token_tensors: ClassVar[tuple[str, ...]] = ("input", "labels", "sequences")
-
-    @staticmethod
-    def positions_of(row: EncodedRow) -> int:
-        return sum(max(0, len(part.ids) - 1) for part in row.parts)
-
-    @staticmethod
-    def positions_of_window(seq_len: int) -> int:
-        return seq_len * SEQUENCES_PER_SAMPLE
+    sequences_per_window = SEQUENCES_PER_SAMPLE
 
     @staticmethod
     def collate(windows: Windows, seq_len: int) -> Batch:
         return to_batch([pack_pairs(window, seq_len * SEQUENCES_PER_SAMPLE) for window in windows])
-
-    def plan(
-        self,
-        samplers: list[Sampler],
-        *,
-        epochs: int | None,
-        windows_per_step: int,
-        **options: Unpack[PlanOptions],
-    ) -> Planner:
-        positions = [data.sequence_positions().sum(axis=1) for data in self.samples.sets]
-        capacity = self.positions_of_window(self._layout.seq_len)
-        return Planner(
-            positions, capacity, samplers, packing=self.config.packing, epochs=epochs, **options
-        )
 
 
 class AnswerDataLoader(PreferenceDataLoader):

@@ -158,6 +158,10 @@ class RowsDataLoader(TokenizingDataLoader):
             """Return how samples are packed into windows."""
             return "none"
 
+        def packing_chunk(self) -> int | None:
+            """Return how many samples are packed at a time; None: a default."""
+            return None
+
         def build(self, *args: Any, **runtime: Any) -> Any:
             """Build the loader of one data-parallel rank; with `stream`, a
             `RowStreamDataLoader`."""
@@ -340,6 +344,9 @@ class RowsDataLoader(TokenizingDataLoader):
     kind: ClassVar[Kind]
     """Purpose of the rows."""
     encoder_class: ClassVar[type[RowEncoder]]
+    sequences_per_window: ClassVar[int] = 0
+    """Number of the longest sequences that fit into a window, which is packed with samples; 0: a
+    window is one sample."""
 
     @classmethod
     def stream_class(cls) -> type[TokenizingDataLoader]:
@@ -352,15 +359,18 @@ class RowsDataLoader(TokenizingDataLoader):
         needs no position."""
         return seq_len + 1
 
-    @staticmethod
-    def positions_of(row: EncodedRow) -> int:
-        """Return how much of `positions_of_window` a row takes; by default, all of it."""
-        return 1
+    @classmethod
+    def positions_of(cls, row: EncodedRow) -> int:
+        """Return how much of `positions_of_window` a row takes. The last token of a sequence is
+        only a label."""
+        if not cls.sequences_per_window:
+            return 1
+        return sum(max(0, len(part.ids) - 1) for part in row.parts)
 
-    @staticmethod
-    def positions_of_window(seq_len: int) -> int:
+    @classmethod
+    def positions_of_window(cls, seq_len: int) -> int:
         """Return the size of a window."""
-        return 1
+        return seq_len * cls.sequences_per_window or 1
 
     @staticmethod
     def collate(windows: Windows, seq_len: int) -> Batch:

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Unpack
 
 from torchtitan.components.chat_template import ChatTemplate, load_chat_template
@@ -21,7 +20,7 @@ from torchtitan.components.data.finetuning.conversation import (
 )
 from torchtitan.components.data.finetuning.filters import FilterConfig, Policy
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
-from torchtitan.components.data.plan import Packing, Planner, PlanOptions, Sampler, ShuffleSampler
+from torchtitan.components.data.plan import Packing, Planner, PlanOptions, Sampler
 from torchtitan.components.data.plan.mixture import check_per_dataset, check_weights
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError, require
@@ -147,6 +146,9 @@ class SFTDataLoader(PlannedDataLoader):
         def packing_method(self) -> Packing:
             return self.packing
 
+        def packing_chunk(self) -> int:
+            return self.pack_chunk
+
         def encoder(
             self, tokenizer: Tokenizer, template: ChatTemplate | None
         ) -> ConversationEncoder:
@@ -186,14 +188,7 @@ class SFTDataLoader(PlannedDataLoader):
 
     config: Config
     kind = "sft"
-
-    @staticmethod
-    def positions_of(row: EncodedRow) -> int:
-        return len(row.ids) - 1
-
-    @staticmethod
-    def positions_of_window(seq_len: int) -> int:
-        return seq_len
+    sequences_per_window = 1
 
     def plan(
         self,
@@ -208,19 +203,10 @@ class SFTDataLoader(PlannedDataLoader):
         # otherwise, epochs limit the run
         if config.weights and not config.max_epochs and epochs is None:
             limits = [1.0] * n_sets
-        return Planner(
-            self.samples.positions,
-            self._layout.seq_len,
-            samplers,
-            packing=config.packing,
-            chunk=config.pack_chunk,
-            weights=config.weights or None,
-            schedule=parse_schedule(config.weight_schedule),
-            windows_per_step=windows_per_step,
-            max_epochs=limits,
-            epochs=epochs,
-            **options,
-        )
+        options["weights"] = config.weights or None
+        options["schedule"] = parse_schedule(config.weight_schedule)
+        options["max_epochs"] = limits
+        return super().plan(samplers, epochs=epochs, windows_per_step=windows_per_step, **options)
 
     def set_weights(self, weights: Sequence[float]) -> None:
         self.close()  # windows planned ahead have the old weights
@@ -233,25 +219,6 @@ class SFTDataLoader(PlannedDataLoader):
             times = n_samples / self.windows_per_epoch
             shown = f"{times:.1f}" if times >= 1 else f"{times:.2g}"
             logger.info(f"the run reads {' '.join(self.config.dataset)} {shown} times")
-
-    @cached_property
-    def windows_per_epoch(self) -> int:
-        """Windows in one pass over all data, without mixing datasets."""
-        positions, config = self.samples.positions, self.config
-        if (windows := self._planner.windows_by_epoch) is not None and not config.weights:
-            return windows[0]
-        samplers = [
-            ShuffleSampler.Config().build(n_samples=len(lengths), seed=0) for lengths in positions
-        ]
-        epoch = Planner(
-            positions,
-            self._layout.seq_len,
-            samplers,
-            packing=config.packing,
-            chunk=config.pack_chunk,
-            epochs=1,
-        )
-        return sum(1 for _ in epoch)
 
     @property
     def packing_efficiency(self) -> float | None:

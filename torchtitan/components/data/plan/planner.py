@@ -64,6 +64,9 @@ class PlanOptions(TypedDict, total=False):
     names: Sequence[str]
     seed: int
     ahead: int
+    weights: Sequence[float] | None
+    schedule: Sequence[tuple[int, Sequence[float]]]
+    max_epochs: Sequence[float | None]
 
 
 class Planner:
