@@ -53,7 +53,9 @@ class Scores(torch.nn.Module):
     def __init__(self, folder: Path, auto: Any):
         super().__init__()
         self.model = auto.from_pretrained(folder, dtype=torch.float32)
-        self.model.set_submodule("lm_head", torch.nn.Identity())  # its input are the last states
+        output = self.model.get_output_embeddings()
+        [name] = [name for name, module in self.model.named_modules() if module is output]
+        self.model.set_submodule(name, torch.nn.Identity())  # its input are the last states
         score = load_file(folder / "model.safetensors")["score.weight"]
         self.score = torch.nn.Parameter(score.float())
 
@@ -226,7 +228,7 @@ def rated(model_type: str, folder: Path, model: Any, data: Any) -> dict[str, tor
     "model_type",
     [
         "qwen3_vl",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma3", "qwen3_5")),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma3", "qwen3_5", "kosmos-2")),
         *(pytest.param(x, marks=pytest.mark.long) for x in ("smolvlm", "internvl", "idefics")),
     ],
 )

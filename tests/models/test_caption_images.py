@@ -15,8 +15,11 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from tests.experiments.test_distillation_images import TEMPERATURE, WEIGHT, distill
+from tests.experiments.test_reward_classes import Scores
 from tests.experiments.test_rl_images import CapturingGRPO, config_of
 from tests.models.test_images import PACKED, norm, options, train_rank
+from tests.models.test_images_adapters import round_layers
 from tests.processes import run_processes
 from tests.tiny_vision import (
     documented_template,
@@ -25,9 +28,12 @@ from tests.tiny_vision import (
     set_training,
     vision_folder,
     vision_model,
+    write_scores,
 )
 from tests.training import ABSENT, killed_in, read_metrics, run, train
 from tests.vision_types_of_captions import CAPTION_TYPES
+from torchtitan.components.images.files import ImageOpener
+from torchtitan.experiments.reward.rating import RewardModel
 from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
@@ -42,9 +48,10 @@ TYPES = [
 ]
 
 
-def write_model(model_type: str, folder: Path) -> Path:
-    """Write the folder of a type, whose tokenizer begins a text as a published one does."""
-    vision_folder(model_type, folder)
+def write_model(model_type: str, folder: Path, **text: Any) -> Path:
+    """Write the folder of a type, whose tokenizer begins a text as a published one does; `text` as
+    for `vision_folder`."""
+    vision_folder(model_type, folder, **text)
     is_bert = "cls" in CAPTION_TYPES[model_type].tokens
     begin, named = "<bos>", {"bos_token": "<bos>"}
     if is_bert:
@@ -278,6 +285,18 @@ def test_sampled_answers_have_the_probabilities_of_the_class(
     assert seen == {0, 1, 2}
 
 
+def changed(folder: Path, other: Path) -> Any:
+    """Write a model with other weights, and return it."""
+    shutil.copytree(folder, other)
+    model = class_of(folder)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter) * parameter.std()
+    model.save_pretrained(other)
+    return model
+
+
 @pytest.mark.parametrize("model_type", TYPES)
 def test_dpo_equals_that_of_the_class(
     model_type: str, folders: Callable[[str], Path], images: Any, tmp_path: Path
@@ -291,13 +310,7 @@ def test_dpo_equals_that_of_the_class(
         for number, (prompt, answer) in numbered
     ]
     other = tmp_path / "reference"
-    shutil.copytree(folder, other)
-    models = [class_of(folder) for _ in range(2)]
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        for parameter in models[1].parameters():
-            parameter += 0.1 * torch.randn_like(parameter) * parameter.std()
-    models[1].save_pretrained(other)
+    models = [class_of(folder), changed(folder, other)]
     sides = []
     for answers in (ANSWERS, ["No."] * len(ANSWERS)):
         inputs = inputs_of(model_type, folder, PROMPTS, answers, opened)
@@ -318,6 +331,90 @@ def test_dpo_equals_that_of_the_class(
     [(_, loss, grad_norm)] = read_metrics(tmp_path / "run", "loss", "grad_norm")
     assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
     assert grad_norm == pytest.approx(norm(gradients), rel=1e-5)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_distillation_equals_that_of_the_class(
+    model_type: str, folders: Callable[[str], Path], images: Any, tmp_path: Path
+) -> None:
+    """From logits of the classes alone, in float64."""
+    folder = folders(model_type)
+    root, opened = images
+    teacher = changed(folder, tmp_path / "teacher")
+    inputs = inputs_of(model_type, folder, PROMPTS, ANSWERS, opened)
+    labels = inputs.pop("labels")[:, 1:]
+    is_valid = labels >= 0
+    places = slice(-labels.shape[1] - 1, -1)  # without hidden states of images before the tokens
+    model = class_of(folder)
+    logits = model(**inputs).logits[:, places][is_valid].double()
+    with torch.no_grad():
+        teaching = teacher(**inputs).logits[:, places][is_valid].double()
+    cross_entropy = F.cross_entropy(logits, labels[is_valid])
+    p, q = ((x / TEMPERATURE).log_softmax(-1) for x in (teaching, logits))
+    divergence = TEMPERATURE**2 * (p.exp() * (p - q)).sum(-1).mean()
+    loss = WEIGHT * cross_entropy + (1 - WEIGHT) * divergence
+    loss.backward()
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    rows, more = write_rows(root, PROMPTS), {"training__local_batch_size": 3}
+    found = distill(tmp_path / "run", folder, tmp_path / "teacher", rows, **more)
+    expected = [float(loss.detach()), norm(gradients), float(cross_entropy), float(divergence)]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_rewards_equal_those_of_the_class(
+    folders: Callable[[str], Path], images: Any, tmp_path: Path
+) -> None:
+    """Of a run from a random score, and the rewards of its export."""
+    folder = write_scores(shutil.copytree(folders("blip-2"), tmp_path / "blip-2"))
+    root, opened = images
+    numbered = enumerate(zip(PROMPTS, ANSWERS, strict=True))
+    rows: list[dict[str, Any]] = [
+        {"prompt": prompt, "chosen": answer, "rejected": "No.", "image": f"{number}.png"}
+        for number, (prompt, answer) in numbered
+    ]
+    from transformers import AutoModelForImageTextToText
+
+    model = Scores(folder, AutoModelForImageTextToText).train()
+    sides = []
+    for answers in (ANSWERS, ["No."] * len(ANSWERS)):
+        inputs = inputs_of("blip-2", folder, PROMPTS, answers, opened)
+        del inputs["labels"]
+        sides.append(model(**inputs).logits[:, 0].double())
+    expected = -F.logsigmoid(sides[0] - sides[1]).mean()
+    expected.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    more = {"module": "reward", "config": "bradley_terry_images", "training__max_norm": "inf"}
+    more |= {"training__local_batch_size": 3, "metrics__enable_tensorboard": False}
+    train(tmp_path / "run", **options(folder, written(root / "pairs.jsonl", rows)) | more)
+    [(_, loss, grad_norm)] = read_metrics(tmp_path / "run", "loss", "grad_norm")
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert grad_norm == pytest.approx(norm(gradients), rel=1e-4)
+    rated = RewardModel(str(folder), with_images=True)(
+        PROMPTS, ANSWERS, rows, [[ImageOpener(root).open(row["image"])] for row in rows]
+    )
+    assert rated == pytest.approx(sides[0].tolist(), rel=1e-5, abs=1e-5)
+
+
+def test_only_the_language_model_has_4_bits(images: Any, tmp_path: Path) -> None:
+    """The first loss is that of the class, whose layers in the decoder's blocks are rounded."""
+    sizes = {"hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 64}
+    folder = write_model("blip-2", tmp_path / "blip-2", **sizes)
+    root, opened = images
+    rounded = class_of(folder)
+    inputs = inputs_of("blip-2", folder, PROMPTS, ANSWERS, opened)
+    with torch.no_grad():
+        exact = float(rounded(**inputs).loss)
+        round_layers(rounded)
+        expected = float(rounded(**inputs).loss)
+    more = {"config": "qlora_images", "model__train": ABSENT, "training__local_batch_size": 3}
+    [model] = train(
+        tmp_path / "run", **options(folder, write_rows(root, PROMPTS)) | more
+    ).model_parts
+    [(_, loss)] = read_metrics(tmp_path / "run", "loss")
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert abs(exact / expected - 1) > 1e-3
+    packed = [name for name, value in model.named_parameters() if not value.is_floating_point()]
+    assert packed and all(".language_model." in name for name in packed)
 
 
 @pytest.mark.parametrize("model_type", TYPES)

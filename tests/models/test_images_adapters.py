@@ -11,7 +11,7 @@ import torch
 from tests.models.test_images import options, reference, write_rows
 from tests.tiny_vision import reference_inputs, vision_folder
 from tests.training import ABSENT, read_metrics, train
-from tests.vision_types_leading import LEADING_TYPES, PLACING_TYPES
+from tests.vision_types_leading import LEADING_TYPES
 from torchtitan.components.images.encoder import encode_prompt
 from torchtitan.components.images.files import ImageOpener
 from torchtitan.components.images.processor import ImageProcessor
@@ -47,7 +47,7 @@ def adapter_options(folder: Path, rows: Path, **more: Any) -> dict[str, Any]:
         "qwen3_vl",
         *(
             pytest.param(x, marks=pytest.mark.slow)
-            for x in ("gemma3", "internvl", *LEADING_TYPES, *PLACING_TYPES)
+            for x in ("gemma3", "internvl", "idefics", *LEADING_TYPES)
         ),
     ],
 )
@@ -92,20 +92,27 @@ def rendered_prompt(folder: Path, text: str, n_images: int) -> str:
     return text_of(folder, [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}])
 
 
-def test_only_the_language_model_has_4_bits(data: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "text"),
+    [
+        ("smolvlm", WIDE),
+        pytest.param("kosmos-2", WIDE | {"ffn_dim": 128}, marks=pytest.mark.slow),
+    ],
+)
+def test_only_the_language_model_has_4_bits(
+    model_type: str, text: dict[str, int], data: Any, tmp_path: Path
+) -> None:
     """The first loss is that of the class, whose layers in the decoder's blocks are rounded."""
     from transformers import AutoModelForImageTextToText
 
-    folder = vision_folder("smolvlm", tmp_path / "model", **WIDE)
+    folder = vision_folder(model_type, tmp_path / "model", **text)
     rows, conversations, images = data
     rounded = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    exact, _ = reference("smolvlm", folder, conversations, images, with_gradients=False)
-    for layer in rounded.get_decoder().layers.modules():
-        if isinstance(layer, torch.nn.Linear):
-            layer.weight.data = unpack(*pack(layer.weight.data), torch.float32)
-    expected_folder = vision_folder("smolvlm", tmp_path / "rounded", **WIDE)
+    exact, _ = reference(model_type, folder, conversations, images, with_gradients=False)
+    round_layers(rounded)
+    expected_folder = vision_folder(model_type, tmp_path / "rounded", **text)
     rounded.save_pretrained(expected_folder)
-    loss, _ = reference("smolvlm", expected_folder, conversations, images, with_gradients=False)
+    loss, _ = reference(model_type, expected_folder, conversations, images, with_gradients=False)
     chosen = adapter_options(folder, rows, config="qlora_images") | {"model__train": ABSENT}
     model = train(tmp_path, **chosen).model_parts[0]
     first, second = (value for _, value in read_metrics(tmp_path, "loss"))
@@ -115,7 +122,14 @@ def test_only_the_language_model_has_4_bits(data: Any, tmp_path: Path) -> None:
     packed = {
         name for name, parameter in model.named_parameters() if not parameter.is_floating_point()
     }
-    assert packed and all("text_model.layers" in name for name in packed)
+    assert packed and all("text_model." in name for name in packed)
+
+
+def round_layers(model: Any) -> None:
+    """Round the linear layers in the decoder's blocks of a class to 4 bits."""
+    for name, layer in model.get_decoder().named_modules():
+        if isinstance(layer, torch.nn.Linear) and "layers." in name:
+            layer.weight.data = unpack(*pack(layer.weight.data), torch.float32)
 
 
 def test_a_vision_tower_that_cannot_have_4_bits_is_named(data: Any, tmp_path: Path) -> None:
