@@ -76,7 +76,7 @@ IN_ROWS = ("qwen3_5", "hunyuan_vl", "qwen3_5_moe", "granite4_vision", "deepseek_
 IN_ROWS += ("glm5_next", "chameleon")
 IN_ROWS += I_TO_M_IN_ROWS
 IN_ROWS += ROWS_M_TO_V
-IN_ROWS += (*LEADING_TYPES, *PLACING_TYPES)
+IN_ROWS += (*LEADING_TYPES, "idefics")
 """Types that get a row for each packed document: the states of linear attention continue in the
 next document; positions count the images of a batch; the trial sees too little, since the class
 excludes tokens by the least number; or it cannot give the class features in the place of images."""
@@ -311,6 +311,9 @@ def reference_inputs(
     if model_type == "idefics":
         texts = [text_of(folder, messages, **template) for messages in conversations]
         return _idefics_inputs(folder, texts, images)
+    if model_type == "fuyu":
+        texts = [text_of(folder, messages, **template) for messages in conversations]
+        return _fuyu_inputs(folder, texts, images)
     call = reference_processor(model_type, folder)
     nested = [list(sample) for sample in images]
     flat: list[Any] = sum(nested, [])
@@ -395,3 +398,29 @@ def _idefics_inputs(folder: Path, texts: Sequence[str], images: Sequence[Any]) -
         "pixel_values": pixels,
         "image_attention_mask": mask,
     }
+
+
+def _fuyu_inputs(folder: Path, texts: Sequence[str], images: Sequence[Any]) -> dict[str, Any]:
+    """Return texts with rows of tokens in the place of images, and the patches of all images, in
+    the order of the class: by rows, columns and colors. Its own processor fails with Pillow."""
+    from torch.nn.utils.rnn import pad_sequence
+
+    call, tokenizer = reference_processor("fuyu", folder), reference_tokenizer(folder)
+    patches, rows = [], []
+    for text, sample in zip(texts, images, strict=True):
+        first, *others = text.split("|SPEAKER|")
+        row = first
+        for image, other in zip(sample, others, strict=True):
+            outputs = call.image_processor(image)
+            [[pixels]] = outputs["images"]
+            grid = torch.tensor(pixels).unfold(1, 8, 8).unfold(2, 8, 8).permute(1, 2, 3, 4, 0)
+            [[height]] = outputs["image_unpadded_heights"]
+            [[width]] = outputs["image_unpadded_widths"]
+            n_rows, n_columns = (height + 7) // 8, (width + 7) // 8
+            patches.append(grid[:n_rows, :n_columns].reshape(n_rows * n_columns, -1))
+            row += ("|SPEAKER|" * n_columns + "|NEWLINE|") * n_rows + other
+        rows.append(torch.tensor(tokenizer(row)["input_ids"]))
+    masks = [torch.ones_like(row) for row in rows]
+    padded = (pad_sequence(each, batch_first=True) for each in (rows, masks))
+    inputs = dict(zip(("input_ids", "attention_mask"), padded, strict=True))
+    return inputs | ({"pixel_values": torch.cat(patches)} if patches else {})

@@ -256,6 +256,5 @@ B_TO_G_REFUSED = (
     "diffusion_gemma",
     "evolla",
     "florence2",
-    "fuyu",
 )
 """Types that are refused by name (tests/models/test_refused_images.py)."""

@@ -69,4 +69,17 @@ PLACING_TYPES: dict[str, VisionType] = {
         pixels={"image_size": 32},
         projector=r"model\.perceiver_resampler\.",
     ),
+    "fuyu": VisionType(
+        processor="FuyuProcessor",
+        image_processor="FuyuImageProcessor",
+        tokens={token: token for token in ("|SPEAKER|", "|NEWLINE|")},
+        placeholder="|SPEAKER|",
+        ids={"image_token_id": "|SPEAKER|"},
+        text={"hidden_dropout": 0.0, "attention_dropout": 0.0},
+        vision={},
+        config={"patch_size": 8},
+        pixels={"size": {"height": 64, "width": 64}, "patch_size": {"height": 8, "width": 8}},
+        parts=("language", "projector"),
+        projector=r"model\.vision_embed_tokens\.",
+    ),
 }

@@ -43,11 +43,9 @@ _DIFFUSION = {
     },
     "canvas_length": 8,
 }
-_BEFORE = "puts one image before each text itself, so that a conversation cannot place its images"
 
 # model_type, values of its configuration, of its processor, class of its image processor, message
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
-    ("fuyu", {}, {}, "FuyuImageProcessor", f"FuyuProcessor {_BEFORE}"),
     ("evolla", {}, {}, "CLIPImageProcessor", "model_type 'evolla' reads no images"),
     ("florence2", {}, {}, "CLIPImageProcessor", "florence2 is an encoder-decoder"),
     (

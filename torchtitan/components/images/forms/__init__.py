@@ -10,10 +10,12 @@ from torchtitan.components.images.forms.plain import (
     WrittenForm,
 )
 from torchtitan.components.images.forms.prefix import PrefixForm
+from torchtitan.components.images.forms.rows import RowsForm
 
 FORMS: tuple[type[ImageForm], ...] = (
     LeadingForm,
     CaptionForm,
+    RowsForm,
     WrittenForm,
     JoinedForm,
     PrefixForm,
