@@ -57,6 +57,7 @@ SOURCES = (
     "data/forks.py",
     "data/finetuning/*.py",
     "images/*.py",
+    "images/forms/*.py",
 )
 """Glob patterns, relative to `torchtitan/components`, of the modules that affect the content of the
 cache."""
