@@ -128,6 +128,26 @@ ROWS = {
         answered(IMAGE, text("or"), IMAGE),
         [2, 1],
     ),
+    "metadata.jsonl of datasets": (
+        {"file_name": "b.png", "question": "What?", "answer": "yes"},
+        ONE,
+        [2],
+    ),
+    "metadata.jsonl, with its place": (
+        {"messages": answered(text("Look: "), IMAGE), "file_name": "b.png"},
+        answered(text("Look: "), IMAGE),
+        [2],
+    ),
+    "the name of a file besides an image": (
+        {"messages": answered(IMAGE, text("What?")), "images": ["b.png"], "file_name": "a.png"},
+        ONE,
+        [2],
+    ),
+    "the name of another file": (
+        {"file_name": "b.py", "question": "What?", "answer": "yes"},
+        [said(role="user") | {"content": "What?"}, {"role": "assistant", "content": "yes"}],
+        [],
+    ),
     "FineVision, The Cauldron": (
         {
             "images": [{"bytes": png(2), "path": None}],

@@ -35,6 +35,7 @@ from torchtitan.components.data.finetuning.conversation import (
 from torchtitan.components.data.finetuning.row_formats import RowFormat, convert_by_function
 from torchtitan.components.data.sources.source import Source, StreamSource
 from torchtitan.components.images.files import ImageFile, ImageOpener, filled_key
+from torchtitan.components.images.labeled import SUFFIXES
 from torchtitan.components.images.remote import RemoteImages
 from torchtitan.tools.digests import cache_root
 
@@ -51,6 +52,9 @@ _PLACES = re.compile(f"{_OPENING}([0-9]{{1,9}}){_CLOSING}|{MARK}")
 
 _CONTENTS = ("content", "value", "output", "result")
 """Keys of turns, and of results of tools in their parts, whose value may be a list of parts."""
+
+_FILE = "file_name"
+"""Column of `datasets` with the file of an image, in the `metadata.jsonl` of its folder."""
 
 _OF_REJECTED = "rejected_images"
 """Column of ms-swift with the images of the rejected answer."""
@@ -284,8 +288,14 @@ def _marked_row(
     }
     if answers:
         _add_common(images, *of_answers.values())
+    if not (filled or named or any(images.of_parts)) and _names_image(row.get(_FILE)):
+        images.of_column = [row[_FILE]]
     images.of_column = [one for one in images.of_column if _name_of(one) not in images.named]
     return marked
+
+
+def _names_image(cell: object) -> bool:
+    return isinstance(cell, str) and cell.lower().endswith(SUFFIXES)
 
 
 def _answers(theirs: Mapping[str, str]) -> list[str]:

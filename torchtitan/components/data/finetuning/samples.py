@@ -201,7 +201,8 @@ def warnings_of(report: Report, limit: LengthLimit) -> Iterator[str]:
         plural = len(unread) > 1
         counted = [f"{column} (rows: {rows.count:,})" for column, rows in unread.items()]
         images = (
-            "; to train on images, use --config sft_images, dpo_images or grpo_images"
+            "; to train on images, use --config sft_images, dpo_images or grpo_images, and name "
+            "their column if it is neither image nor images: --dataloader.columns images=COLUMN"
             if are_images(unread)
             else ""
         )
