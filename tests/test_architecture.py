@@ -1,6 +1,7 @@
 """Rules of the package: layers of imports, private names of PyTorch, and the cost of imports."""
 
 import ast
+import functools
 import importlib.util
 import re
 import subprocess
@@ -60,15 +61,13 @@ def name_of(path: Path) -> str:
     return path.relative_to(PROJECT).with_suffix("").as_posix().replace("/", ".")
 
 
-def sources() -> dict[str, ast.Module]:
+@functools.cache
+def sources() -> Mapping[str, ast.Module]:
     """Modules of the library by name, without files that users copy."""
     paths = [
         path for path in PACKAGE.rglob("*.py") if not {"assets", "templates"} & set(path.parts)
     ]
     return {name_of(path): ast.parse(path.read_text()) for path in paths}
-
-
-SOURCES = sources()
 
 
 def imports_of(tree: ast.AST, package: str) -> list[str]:
@@ -151,7 +150,7 @@ def test_every_kind_of_import_is_detected(line, found):
 
 def test_dependencies_point_downwards():
     packages = [f"components.{name}" for name in COMPONENTS]
-    graph = import_graph(SOURCES)
+    graph = import_graph(sources())
     imports = [(name, one) for name, imported in package_graph(graph).items() for one in imported]
     upwards = [
         f"{name} imports {one}"
@@ -174,7 +173,7 @@ def test_every_package_is_in_a_layer():
 
 
 def test_imports_have_no_cycles():
-    graph = import_graph(SOURCES)
+    graph = import_graph(sources())
     assert cycles(graph) == []
     assert cycles(package_graph(graph)) == []
 
@@ -306,8 +305,8 @@ def test_every_private_name_is_detected(code, found):
 
 
 def test_only_one_module_uses_private_names_of_torch():
-    allowed = own_names(SOURCES.values()).union(*OTHERS.values())
-    found = {name: list(private_names_of_torch(tree, allowed)) for name, tree in SOURCES.items()}
+    allowed = own_names(sources().values()).union(*OTHERS.values())
+    found = {name: list(private_names_of_torch(tree, allowed)) for name, tree in sources().items()}
     assert len(found.pop("torchtitan.tools.torch_private")) > 10
     assert {name: names for name, names in found.items() if names} == {}
 
@@ -318,13 +317,13 @@ def test_private_names_of_torch_exist_and_are_used():
     own = "torchtitan.tools.torch_private"
     imported = {
         one
-        for name, tree in SOURCES.items()
+        for name, tree in sources().items()
         if name != own
         for one in imports_of(tree, "torchtitan")
     }
     functions = [
         node.name
-        for node in SOURCES[own].body
+        for node in sources()[own].body
         if isinstance(node, ast.FunctionDef) and node.name[0] != "_"
     ]
     offered = {f"{own}.{name}" for name in (*torch_private._SOURCES, *functions)}
@@ -341,7 +340,7 @@ def test_arrays_are_written_by_one_function():
     assert "tofile" in {
         node.attr for node in ast.walk(ast.parse("x.tofile(y)")) if isinstance(node, ast.Attribute)
     }
-    for name, tree in SOURCES.items():
+    for name, tree in sources().items():
         used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         assert used.isdisjoint({"tofile", "savez"}), name
         assert not [
@@ -418,7 +417,7 @@ def test_only_one_module_makes_process_groups():
     from torchtitan.tools import torch_private
 
     own = "torchtitan.distributed.process_group"
-    found = {name: made for name, tree in SOURCES.items() if (made := groups_made(tree))}
+    found = {name: made for name, tree in sources().items() if (made := groups_made(tree))}
     assert len(found.pop(own)) >= 4 and found == {}
     # Private makers, by the names under which they are offered.
     private = {
@@ -428,7 +427,7 @@ def test_only_one_module_makes_process_groups():
     }
     users = {
         name
-        for name, tree in SOURCES.items()
+        for name, tree in sources().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module == "torchtitan.tools.torch_private"
         if private & {alias.name for alias in node.names}

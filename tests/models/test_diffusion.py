@@ -16,12 +16,16 @@ from torchtitan.models.common.diffusion import from_patches, to_patches
 from torchtitan.models.pretrained import load_model
 from torchtitan.tools.errors import UserError
 
-diffusers = pytest.importorskip("diffusers")
-
 pytestmark = pytest.mark.slow  # importing diffusers takes seconds
 
 TOLERANCE = 1e-5
 """Of float32, relative to the largest value; sums in another order change the seventh digit."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def diffusers() -> Any:
+    """The library, imported by the process that runs these tests only."""
+    return pytest.importorskip("diffusers")
 
 
 def randomized(model: Any) -> Any:
@@ -33,6 +37,8 @@ def randomized(model: Any) -> Any:
 
 
 def dit_reference() -> Any:
+    import diffusers
+
     model = randomized(
         diffusers.DiTTransformer2DModel(
             num_attention_heads=2,
@@ -52,6 +58,8 @@ def dit_reference() -> Any:
 
 
 def flux_reference(*, guidance: bool = True) -> Any:
+    import diffusers
+
     return randomized(
         diffusers.FluxTransformer2DModel(
             in_channels=20,
@@ -144,7 +152,7 @@ def test_hidden_type_rounds_times_of_flux_before_they_are_multiplied(tmp_path):
     ("make", "class_name"),
     [(dit_reference, "DiTTransformer2DModel"), (flux_reference, "FluxTransformer2DModel")],
 )
-def test_weights_and_configuration_return_unchanged(tmp_path, make, class_name):
+def test_weights_and_configuration_return_unchanged(tmp_path, make, class_name, diffusers):
     reference = make()
     reference.save_pretrained(tmp_path / "theirs")
     assert convert(["--to", "dcp", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0

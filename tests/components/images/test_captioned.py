@@ -19,7 +19,6 @@ from torchtitan.components.images.encoders import EncoderFolder, Encoders
 from torchtitan.tools.errors import UserError
 
 Image = pytest.importorskip("PIL.Image")
-diffusers = pytest.importorskip("diffusers")
 
 pytestmark = pytest.mark.slow  # importing diffusers takes seconds
 
@@ -27,6 +26,12 @@ SQUARE, WIDE = (8, 8), (8, 16)
 FORMAT = CaptionFormat(buckets=(SQUARE, WIDE), channels=3)
 SIZES = [SQUARE, WIDE, SQUARE, SQUARE, WIDE, SQUARE, SQUARE]
 CAPTIONS = [f"a {word} in the reeds" for word in WORDS[: len(SIZES)]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def diffusers() -> Any:
+    """The library, imported by the process that runs these tests only."""
+    return pytest.importorskip("diffusers")
 
 
 def pixels_of(number: int) -> np.ndarray:
@@ -242,7 +247,7 @@ def test_sizes_of_encoders_have_their_types(tmp_path, value):
             getattr(folder, name)
 
 
-def test_states_are_those_of_a_pipeline_of_diffusers(encoders):
+def test_states_are_those_of_a_pipeline_of_diffusers(encoders, diffusers):
     """1e-5 of float32 with values near 1; sums of other batches differ in the seventh digit."""
     folder, parts = encoders
     captions = [CAPTIONS[0], "a small red dog in the blue reeds the the the the"]

@@ -20,7 +20,6 @@ from torchtitan.components.serving.connections import TimedConnection
 from torchtitan.components.serving.metrics import Metrics
 from torchtitan.components.serving.prompts import Preparer
 
-openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 
 from starlette.applications import Starlette  # noqa: E402
@@ -847,6 +846,7 @@ def test_an_error_of_the_model_fails_only_its_requests(stories, log):
 
 
 def test_the_official_client_works(stories):
+    openai = pytest.importorskip("openai")  # importing it takes a second
     app, _ = make_app(stories)
     with listening(app) as port:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any")
