@@ -5,6 +5,7 @@ import dataclasses
 import json
 import pkgutil
 import shutil
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from transformers import GptOssConfig, GptOssForCausalLM, MixtralConfig, Mixtral
 from tests.components.generation.test_generation import mixed_model
 from tests.conftest import PROJECT
 from tests.experiments.test_rl import NUMBERS, TEMPLATE, train_on_ranks, train_rl
+from tests.experiments.test_rl_vllm import FakeServer
 from tests.processes import run_processes
 from torchtitan import models
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.generation import Engine, Generation, Sampling, Session
-from torchtitan.components.generation.experts import merged_experts
+from torchtitan.components.generation.experts import ExpertSizes, merged_experts
 from torchtitan.components.rollout.batches import to_batches
 from torchtitan.components.rollout.trajectory import Trajectory
 from torchtitan.distributed import initialize_weights
@@ -278,13 +280,59 @@ def test_experts_of_older_weights_are_replayed(folders, tmp_path):
         assert line["experts_replayed"] == 1 and line["sampler_gap"] < 1e-5
 
 
-def test_experts_of_a_server_are_refused(folders, tmp_path):
-    options = {**OPTIONS, "policy__replay_experts": True, "rollout__engine": "vllm"}
-    with pytest.raises(
-        UserError,
-        match=r"--rollout\.engine is vllm, but must be embedded with --policy\.replay_experts",
-    ):
-        train_rl(folders / "mixtral", tmp_path, **options)
+@pytest.fixture
+def server(folders, monkeypatch):
+    fake = FakeServer(folders / "mixtral" / "model")
+    fake.returns_experts = True
+    for name, module in fake.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield fake
+    fake.http.shutdown()
+    fake.http.server_close()
+
+
+def options_of(server: FakeServer) -> dict[str, object]:
+    options = {"policy__replay_experts": True, "training__mixed_precision_param": "float32"}
+    engine = {"rollout__engine": "vllm", "rollout__url": server.url}
+    return {**OPTIONS, **options, **engine}
+
+
+def test_experts_of_a_server_are_replayed(folders, tmp_path, server):
+    """The server computes the class of transformers, in float32 as the trainer, so probabilities
+    are the same up to rounding with its experts, and others with experts of its neighbors."""
+    train_rl(folders / "mixtral", tmp_path / "own", **options_of(server))
+    server.change_experts = lambda experts: (experts + 1) % 64
+    train_rl(folders / "mixtral", tmp_path / "changed", **options_of(server))
+    own, changed = (lines_of(tmp_path / name) for name in ("own", "changed"))
+    assert all(line["experts_replayed"] == 1 for line in (*own, *changed))
+    assert max(line["sampler_gap"] for line in own) < 1e-4
+    assert min(line["sampler_gap"] for line in changed) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (None, "does not return the experts .* start it with --enable-return-routed-experts"),
+        (lambda experts: experts[:, :2], r"experts of the shape \(1, 2, 2\) for 1 tokens of 3 lay"),
+        (lambda experts: experts + 64, r"of 3 layers with 2 of 64 experts; remove --policy\.rep"),
+        (lambda experts: experts.astype(object), "the experts of tokens cannot be read"),
+    ],
+)
+def test_other_experts_of_a_server_are_refused(change, problem, folders, tmp_path, server):
+    server.returns_experts, server.change_experts = change is not None, change
+    with pytest.raises(UserError, match=rf"^--rollout\.url {server.url}: .*{problem}"):
+        train_rl(folders / "mixtral", tmp_path, **options_of(server))
+    assert not server.requests[1:] and "weights" not in server.calls  # before the first step
+
+
+def test_layers_without_experts_are_refused_with_a_server(folders):
+    model = load_model(folders / "mixtral" / "model", device="cpu").model
+    assert ExpertSizes.of(model) == (3, 2, 64)
+    config = dataclasses.replace(flavors_of("deepseek_v3")["debugmodel"], vocab_size=8)
+    with torch.device("meta"):
+        dense_first = config.build()
+    with pytest.raises(UserError, match=r"a DeepSeek.* has layers without experts, or with others"):
+        ExpertSizes.of(dense_first)
 
 
 def test_models_without_experts_are_refused():

@@ -3,9 +3,11 @@ samples with the class of transformers. vLLM itself is not installed, and nothin
 GPU."""
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import importlib.util
+import io
 import json
 import sys
 import threading
@@ -15,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,6 +46,8 @@ class FakeServer:
         self.calls: list[str] = []
         self.requests: list[dict[str, Any]] = []
         self.lock = threading.Lock()
+        self.returns_experts = False
+        self.change_experts = lambda experts: experts
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -68,26 +73,50 @@ class FakeServer:
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        """Use weights with the names of files, which a class may join."""
+        kind, config = type(self.model), self.model.config
+        self.model = kind.from_pretrained(
+            None, config=config, state_dict=state, dtype=torch.float32
+        ).eval()
+
     @torch.no_grad()
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         self.requests.append(body)
-        generator, ids, logprobs = torch.Generator().manual_seed(body["seed"]), [], []
-        while len(ids) < body["max_tokens"] and not {*ids} & {*body["stop_token_ids"]}:
+        generator = torch.Generator().manual_seed(body.get("seed", 0))
+        stop_ids = {*body.get("stop_token_ids", ())}
+        ids, logprobs = [], []
+        while len(ids) < body["max_tokens"] and not {*ids} & stop_ids:
             log_p = (
                 self.model(torch.tensor([[*body["prompt"], *ids]])).logits[0, -1].log_softmax(-1)
             )
             ids.append(int(torch.multinomial(log_p.exp(), 1, generator=generator)))
             logprobs.append(log_p[ids[-1]].item())
-        reason = "stop" if {*ids} & {*body["stop_token_ids"]} else "length"
-        return {
-            "choices": [
-                {
-                    "token_ids": ids,
-                    "logprobs": {"token_logprobs": logprobs},
-                    "finish_reason": reason,
-                }
-            ]
+        reason = "stop" if {*ids} & stop_ids else "length"
+        choice = {
+            "token_ids": ids,
+            "logprobs": {"token_logprobs": logprobs},
+            "finish_reason": reason,
         }
+        if self.returns_experts:
+            choice["routed_experts"] = self.experts([*body["prompt"], *ids[:-1]])
+        return {"choices": [choice]}
+
+    def experts(self, tokens: list[int]) -> str:
+        """Return the choice of all routers as `--enable-return-routed-experts` does: an array of
+        NumPy, (tokens, layers, top_k), in base64."""
+        chosen: list[torch.Tensor] = []
+        hooks = [
+            module.register_forward_hook(lambda _, args, out: chosen.append(out[-1]))
+            for name, module in self.model.named_modules()
+            if name.endswith("mlp.gate")
+        ]
+        self.model(torch.tensor([tokens]))
+        for hook in hooks:
+            hook.remove()
+        file = io.BytesIO()
+        np.save(file, self.change_experts(torch.stack(chosen, dim=1).numpy().astype(np.uint8)))
+        return base64.b64encode(file.getvalue()).decode()
 
     def modules(self, rank: int = 0, url: str = "") -> dict[str, ModuleType]:
         """Return stand-ins for the modules of vLLM, under the names in its documentation, for a
@@ -120,7 +149,7 @@ class FakeServer:
                     (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()
                 ]
                 if rank == 0:  # the sender; the others take part in gathering the weights
-                    fake.model.load_state_dict(state)
+                    fake.load(state)
                     fake.calls.append("weights")
 
         class WeightTransferTrainerFactory:

@@ -20,6 +20,7 @@ from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.base import Batch
 from torchtitan.components.data.finetuning.prompts import PromptInBatch, prompts_in
 from torchtitan.components.generation import Engine, stop_ids
+from torchtitan.components.generation.experts import ExpertSizes
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.prompts import ImagePromptDataLoader
 from torchtitan.components.observe.run_files import COMPLETIONS
@@ -177,6 +178,7 @@ class RolloutTrainer(Trainer):
                 rollout.max_rows,
                 self.ranks,
                 sampling=rollout.sampling,
+                experts=ExpertSizes.of(self.model_parts[0]) if self.records_experts else None,
             )
         else:
             engine = Engine(

@@ -4,7 +4,7 @@ choice."""
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,29 @@ def reason_not_to_record(model: nn.Module) -> str:
     if model.cache_boundaries():  # type: ignore[operator]
         return "long texts recompute all of their tokens (LongRoPE)"
     return ""
+
+
+class ExpertSizes(NamedTuple):
+    """Sizes of `Experts` of a model whose layers all have experts."""
+
+    n_layers: int
+    top_k: int
+    n_experts: int
+
+    @classmethod
+    def of(cls, model: Any) -> "ExpertSizes":
+        """Raise `UserError` as `require_recordable`, and if a layer has no experts or others."""
+        require_recordable(model)
+        routers = [module for module in model.modules() if isinstance(module, LinearRouter)]
+        sizes = {(router.top_k, router.n_experts) for router in routers}
+        n_layers = model.config.n_layers
+        if sorted(router.layer for router in routers) != [*range(n_layers)] or len(sizes) > 1:
+            raise UserError(
+                f"a {type(model).__name__} has layers without experts, or with others: how a "
+                "server numbers them is not known; set --rollout.engine embedded, or remove "
+                "--policy.replay_experts"
+            )
+        return cls(n_layers, *sizes.pop())
 
 
 class ExpertRecorder:

@@ -2,18 +2,22 @@
 on a GPU yet."""
 
 import asyncio
+import base64
 import functools
+import io
 import json
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.generation import Generation
+from torchtitan.components.generation.experts import Experts, ExpertSizes
 from torchtitan.components.generation.row import TextCoroutine
 from torchtitan.components.generation.sampling import RandomNumbers, Sampling
 from torchtitan.components.generation.session import is_in_loop
@@ -61,8 +65,9 @@ class VLLMEngine:
     """Samples with the server at `url` (docs.vllm.ai/en/latest/training/weight_transfer), with at
     most `max_rows` requests at a time; `stop_ids` end a text. `weights` have Hugging Face's names,
     and are sent in the types of their specifications; all ranks read them in one order. `sampling`
-    has the settings of each text, by default temperature 1. Raises as `check_server`, `request` and
-    `_check_logprobs`."""
+    has the settings of each text, by default temperature 1. With `experts`, sizes of the model, the
+    server also returns the experts of tokens. Raises as `check_server`, `request`,
+    `_check_logprobs` and `_experts_in`."""
 
     def __init__(
         self,
@@ -72,8 +77,10 @@ class VLLMEngine:
         max_rows: int,
         ranks: Ranks,
         sampling: Sampling | None = None,
+        experts: ExpertSizes | None = None,
     ):
         self._url = url
+        self._experts = experts
         self._ranks = ranks
         self._max_rows = max_rows
         self._stop_ids = sorted(stop_ids)
@@ -81,6 +88,10 @@ class VLLMEngine:
         self._model, self.context, n_workers = check_server(url)
         if not self._sampling.is_plain:
             _check_logprobs(url, self._model)
+        if experts is not None:
+            body = {"model": self._model, "prompt": [1], "max_tokens": 1}
+            (choice,) = request(url, "/v1/completions", body)["choices"]
+            _experts_in(choice, 1, experts, url)
         self._transfer = _transfer(url, weights, ranks.rank, n_workers)
 
     async def generate(
@@ -110,7 +121,12 @@ class VLLMEngine:
         answer = await asyncio.to_thread(request, self._url, "/v1/completions", body)
         (choice,) = answer["choices"]
         ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        return Generation(ids, logprobs, "stop" if choice["finish_reason"] == "stop" else "length")
+        is_stopped = choice["finish_reason"] == "stop"
+        generation = Generation(ids, logprobs, "stop" if is_stopped else "length")
+        if self._experts is not None:
+            n_computed = len(prompt) + len(ids) - 1
+            generation.experts = _experts_in(choice, n_computed, self._experts, self._url)
+        return generation
 
     def run(self, texts: Sequence[TextCoroutine[Any]]) -> list[Any]:
         """Send the weights, then return the results, in order, of coroutines that await `generate`,
@@ -162,6 +178,34 @@ def _check_logprobs(url: str, model: str) -> None:
             f"--rollout.url {url}: the server returns log-probabilities of temperature 1, and "
             "these rollouts have other settings; start it with --logprobs-mode processed_logprobs"
         )
+
+
+def _experts_in(choice: Mapping[str, Any], n_tokens: int, sizes: ExpertSizes, url: str) -> Experts:
+    """Return the experts of the `n_tokens` tokens that a server has computed for a text, all but
+    its last one: an array of NumPy in base64. Raise `UserError` if the server returns none, or
+    others than the model can have."""
+    text = choice.get("routed_experts")
+    if text is None:
+        raise UserError(
+            f"--rollout.url {url}: the server does not return the experts of tokens, which "
+            "--policy.replay_experts needs; start it with --enable-return-routed-experts"
+        )
+    try:
+        found = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+        shape, is_known = found.shape, bool((0 <= found).all() and (found < sizes.n_experts).all())
+    except (TypeError, ValueError, EOFError) as error:
+        raise UserError(
+            f"--rollout.url {url}: the experts of tokens cannot be read ({error}); use the version "
+            "of vLLM that torchtitan[vllm] installs"
+        ) from error
+    if shape != (n_tokens, sizes.n_layers, sizes.top_k) or not is_known:
+        raise UserError(
+            f"--rollout.url {url}: the server returns experts of the shape {shape} for {n_tokens} "
+            f"tokens of {sizes.n_layers} layers with {sizes.top_k} of {sizes.n_experts} experts; "
+            "remove --policy.replay_experts"
+        )
+    experts: Experts = found.astype(np.int16)
+    return experts
 
 
 def _transfer(url: str, weights: TensorSource, rank: int, n_workers: int) -> Any:

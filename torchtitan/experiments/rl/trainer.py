@@ -77,8 +77,6 @@ class RLTrainer(RatedRolloutTrainer):
                     user="--policy.entropy_weight or entropy_target, which need whole "
                     "distributions",
                 )
-            if self.policy.replay_experts:
-                self.check_experts()
             self.replay.validate()
             if self.replay.size:
                 self.check_replay()
@@ -106,17 +104,6 @@ class RLTrainer(RatedRolloutTrainer):
                 )
             if self.prompts_have_images:
                 raise UserError("--replay.size keeps answers to prompts without images only")
-
-        def check_experts(self) -> None:
-            """Raise `UserError` if the engine does not return the experts of sampled tokens."""
-            engine = self.rollout.engine
-            require(
-                engine == "embedded",
-                "--rollout.engine",
-                engine,
-                "embedded with --policy.replay_experts: a server does not say which experts it has "
-                "used",
-            )
 
     config: Config
     has_critic = False
@@ -155,8 +142,8 @@ class RLTrainer(RatedRolloutTrainer):
         )
 
     def build_engine(self) -> Engine | VLLMEngine:
-        user = errors_of("--policy.replay_experts") if self.records_experts else nullcontext()
-        with user:
+        is_own = self.records_experts and self.config.rollout.engine == "embedded"
+        with errors_of("--policy.replay_experts") if is_own else nullcontext():
             return super().build_engine()
 
     def next_micro_batches(self, batches: Iterator[Batch]) -> list[Batch]:
