@@ -282,7 +282,8 @@ def number_tokens(batch: Batch) -> "Tensor":
     of a row begins at the k-th position 0, and has the k-th number in `documents`."""
     import torch
 
-    documents, attention = batch["documents"], batch.get("attention")
+    documents: Tensor = batch["documents"]
+    attention = batch.get("attention")
     if attention is None or attention.positions_BL is None:
         # each row is one document, and ends with padding without labels
         return documents[:, :1].expand_as(batch["input"])

@@ -87,7 +87,7 @@ class WindowsDataLoader(TokenizingDataLoader):
         return [] if first == NO_DOCUMENT else [self._batches.describe(first, last)]
 
     def datasets_of(self, batch: Batch) -> "Tensor":
-        first_B1 = batch["documents"][:, :1]  # a window is of one dataset
+        first_B1: Tensor = batch["documents"][:, :1]  # a window is of one dataset
         sets_B1 = (first_B1 % len(self.dataset_names)).where(first_B1 != NO_DOCUMENT, -1)
         return sets_B1.expand_as(batch["input"])
 

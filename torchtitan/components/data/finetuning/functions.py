@@ -31,7 +31,8 @@ _LOCKS = (
 def load_function(reference: str) -> RowFunction:
     """Load the function `package.module:function` or `path/to/file.py:function`. Raise `UserError`
     if the file, module or function does not exist, or the import fails."""
-    return load_member(reference, inspect.isfunction)
+    function: RowFunction = load_member(reference, inspect.isfunction)
+    return function
 
 
 def load_member(reference: str, is_wanted: Callable[[object], bool]) -> Any:

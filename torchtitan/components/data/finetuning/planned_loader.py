@@ -44,9 +44,6 @@ if TYPE_CHECKING:
 PREFETCHED_BATCHES = 2
 """Batches prefetched by each worker process."""
 
-CHUNK_WITH_PACKING = 8192
-"""Samples of a dataset that are drawn and packed at a time, by default."""
-
 CHUNK_WITHOUT_PACKING = 1024
 """Samples drawn at a time if each window holds one sample; does not affect the order."""
 
@@ -109,7 +106,7 @@ class PlannedDataLoader(RowsDataLoader):
         config, sets = self.config, self.samples.sets
         if self.sequences_per_window:
             sizes = [data.sequence_positions().sum(axis=1) for data in sets]
-            chunk = config.packing_chunk() or CHUNK_WITH_PACKING
+            chunk = config.packing_chunk()
         else:
             sizes = [np.ones(data.n_samples, np.int64) for data in sets]
             adapts = any(sampler.adaptive for sampler in samplers)  # after each step

@@ -158,9 +158,9 @@ class RowsDataLoader(TokenizingDataLoader):
             """Return how samples are packed into windows."""
             return "none"
 
-        def packing_chunk(self) -> int | None:
-            """Return how many samples are packed at a time; None: a default."""
-            return None
+        def packing_chunk(self) -> int:
+            """Return how many samples of a dataset are drawn and packed at a time."""
+            return 8192
 
         def build(self, *args: Any, **runtime: Any) -> Any:
             """Build the loader of one data-parallel rank; with `stream`, a

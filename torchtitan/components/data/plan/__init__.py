@@ -24,5 +24,7 @@ __all__ = [
     "SuccessSampler",
     "WeightedSampler",
     "Window",
+    "first_fit_decreasing",
+    "multipack",
+    "no_packing",
 ]
-__all__ += ["first_fit_decreasing", "multipack", "no_packing"]

@@ -134,7 +134,10 @@ def _open_bytes(path: Path, on_read: OnRead) -> IO[bytes]:
     # truncation.
     import pyarrow
 
-    return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), compression)
+    stream: IO[bytes] = pyarrow.CompressedInputStream(
+        pyarrow.PythonFile(file, mode="r"), compression
+    )
+    return stream
 
 
 def _open_text(path: Path, on_read: OnRead, newline: str = "\n") -> IO[str]:
