@@ -72,19 +72,15 @@ class RowSet(NamedTuple):
 
     @property
     def commit(self) -> str:
-        return self.source.commit if isinstance(self.source, StreamSource) else ""
+        return self.source.commit
 
     def n_bytes(self) -> int:
         return self.source.n_bytes()
 
     def pinned(self, commit: str | None = None) -> Self:
-        if isinstance(self.source, Source):
-            return self
         return self._replace(source=self.source.pinned(commit))
 
     def resumed(self, commit: str) -> Self:
-        if isinstance(self.source, Source):
-            return self
         return self._replace(source=self.source.resumed(commit))
 
 

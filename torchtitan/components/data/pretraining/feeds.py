@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -262,15 +263,9 @@ Piece = tuple[StreamPosition, Array]
 class StreamFeed(DocumentsFeed[Arrays, str, Array]):
     """Windows of the texts of a stream, as one running text."""
 
-    def __init__(
-        self,
-        dataset: StreamedWindows[Any, Arrays],
-        source: StreamSource,
-        node: int,
-        n_nodes: int,
-    ):
-        super().__init__(dataset, source, node, n_nodes)
-        self._wrapping = document_wrapping(dataset.encoder.tokenizer)
+    @cached_property
+    def _wrapping(self) -> tuple[list[int], list[int]]:
+        return document_wrapping(self.dataset.encoder.tokenizer)
 
     def items(self, rows: dict[str, list[Any]]) -> list[str]:
         column, where = self.source.text_column, f"dataset {self.name!r}"

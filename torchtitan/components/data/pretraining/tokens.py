@@ -5,19 +5,20 @@ import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, Self
+from typing import Protocol
 
 import numpy as np
 
 from torchtitan.components.data.disk_cache import evenly_spaced
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.report import Report
+from torchtitan.components.data.sources.source import LocalData
 
 BYTES_PER_TOKEN = 4
 """Mean length of a token in English text with large vocabularies."""
 
 
-class Tokens(ABC):
+class Tokens(LocalData, ABC):
     """A stream of token ids, divided into documents."""
 
     key: str
@@ -30,14 +31,6 @@ class Tokens(ABC):
     """True if reading takes long, so that windows should be read ahead."""
     sources: Sequence[tuple[str, Report]] = ()
     """Name and counts of each source, if recorded."""
-    commit = ""
-    """See `StreamedSet` for this and the two methods for streams."""
-
-    def pinned(self, commit: str | None = None) -> Self:
-        return self
-
-    def resumed(self, commit: str) -> Self:
-        return self
 
     def n_bytes(self) -> int:
         """Return about how many bytes the text has, to compare with the files of a stream."""

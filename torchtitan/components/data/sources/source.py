@@ -54,7 +54,19 @@ RowFunction = Callable[[dict[str, Any]], Mapping[str, object] | None]
 to None to drop it."""
 
 
-class Source:
+class LocalData:
+    """Data without commits, see `StreamedSet`."""
+
+    commit = ""
+
+    def pinned(self, commit: str | None = None) -> Self:
+        return self
+
+    def resumed(self, commit: str) -> Self:
+        return self
+
+
+class Source(LocalData):
     """Local data in a fixed order, as documents or as rows.
 
     Args:
