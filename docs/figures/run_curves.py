@@ -8,8 +8,10 @@ drawn whose runs exist.
 import json
 import math
 import sys
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).parent
 
@@ -54,6 +56,22 @@ WIDTH, HEIGHT, MARGIN = 360, 240, 44
 COLORS = ("#1f77b4", "#d62728", "#2ca02c")
 
 
+Line = tuple[str, list[tuple[float, float]]]
+"""Label and points."""
+
+
+class Axis(NamedTuple):
+    """The horizontal axis of a figure."""
+
+    name: str = "step"
+    scale: Callable[[float], float] = float
+    ticks: Sequence[float] = ()
+    """Numbers to show; empty: round ones."""
+
+
+STEPS = Axis()
+
+
 def points(folder: Path, metric: str) -> list[tuple[float, float]]:
     """Return (step, value) of each line of a run's metrics.jsonl that has the metric."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -76,14 +94,15 @@ def ticks(low: float, high: float) -> list[float]:
     return [round(number * step, 10) for number in range(first, int(high // step) + 1)]
 
 
-def panel(title: str, lines: list[tuple[str, list[tuple[float, float]]]], left: int) -> list[str]:
+def panel(title: str, lines: list[Line], left: int, axis: Axis) -> list[str]:
     """Return the SVG elements of axes, labels and lines."""
-    xs, ys = ([point[axis] for _, part in lines for point in part] for axis in (0, 1))
+    xs, ys = ([point[number] for _, part in lines for point in part] for number in (0, 1))
     room = 0.08 * (max(ys) - min(ys) or 1)
     low, high = min(ys) - room, max(ys) + room
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = (x - min(xs)) / (max(xs) - min(xs))
+        at, first, last = (axis.scale(value) for value in (x, min(xs), max(xs)))
+        across = (at - first) / (last - first)
         return left + MARGIN + across * (WIDTH - 1.5 * MARGIN), HEIGHT - MARGIN - (y - low) / (
             high - low
         ) * (HEIGHT - 2 * MARGIN)
@@ -96,12 +115,14 @@ def panel(title: str, lines: list[tuple[str, list[tuple[float, float]]]], left: 
         (x0, height), (x1, _) = place(min(xs), y), place(max(xs), y)
         parts.append(f'<path d="M{x0:.1f} {height:.1f}H{x1:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{x0 - 5:.1f}" y="{height + 4:.1f}" text-anchor="end">{y:g}</text>')
-    for x in ticks(min(xs), max(xs)):
+    for x in axis.ticks or ticks(min(xs), max(xs)):
         parts.append(
             f'<text x="{place(x, low)[0]:.1f}" y="{HEIGHT - MARGIN + 16}" '
             f'text-anchor="middle">{x:g}</text>'
         )
-    parts.append(f'<text x="{left + WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">step</text>')
+    parts.append(
+        f'<text x="{left + WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">{axis.name}</text>'
+    )
     for number, (label, part) in enumerate(lines):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in part))
         color = COLORS[number]
@@ -113,14 +134,14 @@ def panel(title: str, lines: list[tuple[str, list[tuple[float, float]]]], left: 
     return parts
 
 
-def draw(panels: list[tuple[str, list[tuple[str, list[tuple[float, float]]]]]]) -> str:
+def draw(panels: list[tuple[str, list[Line]]], axis: Axis = STEPS) -> str:
     """Return an SVG document with panels side by side, of a title and lines with labels and
     points."""
     width = WIDTH * len(panels)
     parts = [
         part
         for number, (title, lines) in enumerate(panels)
-        for part in panel(title, lines, number * WIDTH)
+        for part in panel(title, lines, number * WIDTH, axis)
     ]
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" '

@@ -46,9 +46,9 @@ RULES = (
     Rule(
         "learning rate",
         "--optimizer.lr",
-        "4e-3 at width 128 and 2 layers, transferred to every size",
+        "8e-3 at width 128 and 2 layers, transferred to every size",
         "transfer: muP, arXiv:2203.03466, CompleteP, arXiv:2505.01618, and for --muon the spectral "
-        "condition, arXiv:2310.17813; 4e-3: this project",
+        "condition, arXiv:2310.17813; 8e-3: measured, docs/scaling.md",
     ),
     Rule(
         "weight decay",
@@ -69,8 +69,9 @@ RULES = (
 BASE_LAYERS, BASE_WIDTH = 2, 128
 """Size with the rate of the configuration and the initial values of the family."""
 
-BASE_RATE = 4e-3
-"""Peak learning rate of AdamW at the base size; Muon's updates are scaled to AdamW's."""
+BASE_RATE = 8e-3
+"""Peak learning rate of AdamW at the base size (measured, docs/scaling.md); Muon's updates are
+scaled to AdamW's."""
 
 TOKENS_PER_PARAMETER = 20.0
 WIDTH_PER_LAYER = 64
