@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import PROJECT
+from tests.parsed import tree_of
 
 LAYERS = [
     "tools",
@@ -67,7 +68,7 @@ def sources() -> Mapping[str, ast.Module]:
     paths = [
         path for path in PACKAGE.rglob("*.py") if not {"assets", "templates"} & set(path.parts)
     ]
-    return {name_of(path): ast.parse(path.read_text()) for path in paths}
+    return {name_of(path): tree_of(path) for path in paths}
 
 
 def imports_of(tree: ast.AST, package: str) -> list[str]:
@@ -541,7 +542,7 @@ def test_walkthroughs_name_existing_files_and_names():
     found = walks()
     assert {heading: len(files) for heading, files in found.items()} == WALKS
     for path, names in [pair for files in found.values() for pair in files]:
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         for name in names:
             scope: list[ast.stmt] = tree.body
             for part in name.split("."):

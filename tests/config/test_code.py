@@ -13,6 +13,7 @@ import yaml
 
 from tests.config.test_options import places_in_configurations
 from tests.conftest import PROJECT
+from tests.parsed import tree_of
 from torchtitan.cli.main import main
 from torchtitan.components.data.finetuning.functions import load_function
 from torchtitan.components.rollout.rewards import find_reward
@@ -545,7 +546,7 @@ def option_types() -> dict[str, list]:
 def sources() -> Code:
     package = PROJECT / "torchtitan"
     paths = [path for path in package.rglob("*.py") if "templates" not in path.parts]
-    return {path.relative_to(package).as_posix(): ast.parse(path.read_text()) for path in paths}
+    return {path.relative_to(package).as_posix(): tree_of(path) for path in paths}
 
 
 def test_options_that_name_code_have_its_type():
