@@ -547,13 +547,13 @@ def test_each_prefix_of_a_conversation_is_rendered_once(
 ) -> None:
     seen: list[tuple[int, bool]] = []
     template = ChatTemplate(UNMARKED)
-    render = template.render
+    render = template.render_inputs
 
-    def recorded(messages: Sequence[Message], *, add_generation_prompt: bool, **more: Any) -> str:
-        seen.append((len(messages), add_generation_prompt))
-        return render(messages, add_generation_prompt=add_generation_prompt, **more)
+    def recorded(inputs: Sequence[Any], *, add_generation_prompt: bool, **more: Any) -> str:
+        seen.append((len(inputs), add_generation_prompt))
+        return render(inputs, add_generation_prompt=add_generation_prompt, **more)
 
-    monkeypatch.setattr(template, "render", recorded)
+    monkeypatch.setattr(template, "render_inputs", recorded)
     encoder = ChatEncoder(cached_tokenizer(qwen), template, "assistant")
     one(encoder, PLAIN)  # which finds the form of such turns
     seen.clear()
