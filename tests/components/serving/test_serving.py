@@ -19,6 +19,7 @@ from torchtitan.components.serving.app import Limits
 from torchtitan.components.serving.connections import TimedConnection
 from torchtitan.components.serving.metrics import Metrics
 from torchtitan.components.serving.prompts import Preparer
+from torchtitan.components.serving.requests import chat_request
 
 httpx = pytest.importorskip("httpx")
 
@@ -368,6 +369,20 @@ def test_a_choice_of_tools_is_kept(hermes, stories_tokenizer, monkeypatch):
         assert call["function"] == {"name": "add", "arguments": "{}"}
     named["function"]["name"] = "other"
     assert ask(hermes, CHAT, tool_choice=named, **fields).status_code == 400
+
+
+def test_nulls_in_schemas_of_tools_are_kept():
+    """As pydantic writes optional arguments; nulls outside of schemas are absent fields."""
+    argument = {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None}
+    schema = {"type": "object", "properties": {"n": {**argument, "enum": [1, None]}}}
+    functions = [
+        {"name": "f", "description": None, "strict": None, "parameters": schema},
+        {"name": "g", "parameters": None},
+    ]
+    tools = [{"type": "function", "extra": None, "function": one} for one in functions]
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "tools": tools}
+    found = [tool["function"] for tool in chat_request(body).conversation.tools or []]
+    assert found == [{"name": "f", "parameters": schema}, {"name": "g"}]
 
 
 def test_what_a_template_omits_is_refused(stories):

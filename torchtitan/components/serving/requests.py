@@ -1,5 +1,6 @@
 """Checked requests: the bodies of `/v1/completions` and `/v1/chat/completions`."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -204,7 +205,8 @@ def _conversation(fields: Fields) -> Conversation:
     for number, tool in enumerate(tools):
         _check_tool(tool, f"tools[{number}]")
     try:
-        return normalize(messages, tools or None)
+        # As JSON text, since nulls of schemas are no empty cells of a table here.
+        return normalize(messages, json.dumps([*map(_as_declared, tools)]) if tools else None)
     except BrokenSample as error:
         raise RequestError(str(error), param="messages", code="invalid_value") from None
 
@@ -237,7 +239,7 @@ def _check_tool(tool: object, name: str) -> None:
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise wrong(name, tool, what)
-    if not isinstance(function.get("parameters", {}), dict):
+    if not isinstance(function.get("parameters"), dict | None):
         raise wrong(f"{name}.function.parameters", function["parameters"], "a JSON schema")
     if function.get("strict"):
         raise RequestError(
@@ -245,6 +247,13 @@ def _check_tool(tool: object, name: str) -> None:
             param=name,
             code="unsupported_field",
         )
+
+
+def _as_declared(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool without the fields that are null, which are the same as absent ones. Schemas
+    keep theirs, such as `"default": null`."""
+    function = {key: value for key, value in tool["function"].items() if value is not None}
+    return {key: value for key, value in tool.items() if value is not None} | {"function": function}
 
 
 def _tool_choice(fields: Fields, conversation: Conversation) -> tuple[ToolChoice, str]:
