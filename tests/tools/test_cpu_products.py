@@ -59,6 +59,14 @@ def test_layers_and_their_gradients_are_those_of_float64(n_rows, has_bias, calls
         torch.testing.assert_close(got.double(), expected, atol=TOLERANCE, rtol=0)
 
 
+class WithHead(nn.Module):
+    """Its layers have smaller matrices than its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.Linear(8, 4), nn.Linear(8, 16)
+
+
 @pytest.mark.parametrize(
     ("model", "fewest_tokens"),
     [
@@ -66,18 +74,26 @@ def test_layers_and_their_gradients_are_those_of_float64(n_rows, has_bias, calls
         (nn.ParameterList([torch.empty(3, 16, 8)]), 4),  # matrices of experts
         (nn.ParameterList([nn.Parameter(torch.zeros(2, 2, dtype=torch.uint8), False)]), 1),
         (nn.LayerNorm(8), None),
+        (WithHead(), 16),
     ],
 )
 def test_passes_without_large_products_leave_all_to_pytorch(
     model, fewest_tokens, calls, monkeypatch
 ):
     monkeypatch.setattr(cpu_products, "_FEWEST", 4 * 8 * 16)
-    products = PassProducts(model)
-    for n_tokens in (1, 3, 4, 100):
-        with products.of(n_tokens):
+    for n_tokens in (1, 3, 4, 16, 100):
+        with PassProducts(model) as products:
+            products.before(n_tokens, 1)
             torch.ones(100, 8) @ torch.ones(8, 16)
-        assert bool(calls) == (fewest_tokens is not None and n_tokens >= fewest_tokens)
+            is_large = fewest_tokens is not None and n_tokens >= fewest_tokens
+            assert bool(calls) == is_large
+            products.before(1, 4)
+            products.before(1, 1)
+            torch.ones(100, 8) @ torch.ones(8, 16)
+            assert len(calls) == 2 * is_large + (not is_large and fewest_tokens is not None)
         calls.clear()
+        torch.ones(100, 8) @ torch.ones(8, 16)
+        assert not calls  # after the block
 
 
 def test_small_products_are_left_to_pytorch(calls, monkeypatch):

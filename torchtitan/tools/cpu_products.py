@@ -5,7 +5,8 @@ import functools
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -46,15 +47,31 @@ def onednn_products() -> Iterator[None]:
 
 
 class PassProducts:
-    """Chooses `onednn_products` for the passes of a model in which oneDNN would multiply a matrix:
-    in another one, the block would only delay each product by microseconds."""
+    """Enters `onednn_products` within a `with` block before the first pass of a model in which
+    oneDNN multiplies a matrix: in others, it would only delay each product by microseconds. It
+    stays until the end of the block, since other threads may multiply now."""
 
     def __init__(self, model: nn.Module):
+        layers = getattr(model, "layers", model)
+        self._largest_in_layers = max(map(_matrix_size, layers.parameters()), default=0)
         self._largest = max(map(_matrix_size, model.parameters()), default=0)
+        self._stack = ExitStack()
+        self._is_in_use = False
 
-    def of(self, n_tokens: int) -> AbstractContextManager[None]:
-        """Return the block of a pass over this number of tokens."""
-        return onednn_products() if n_tokens * self._largest >= _FEWEST else nullcontext()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_in_use = False
+        self._stack.close()
+
+    def before(self, n_tokens: int, n_rows: int) -> None:
+        """Prepare a pass over `n_tokens` tokens in `n_rows` rows, one of each for the output
+        weights."""
+        most = max(n_tokens * self._largest_in_layers, n_rows * self._largest)
+        if most >= _FEWEST and not self._is_in_use:
+            self._is_in_use = True
+            self._stack.enter_context(onednn_products())
 
 
 def _matrix_size(weight: Tensor) -> int:

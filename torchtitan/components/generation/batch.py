@@ -160,6 +160,7 @@ class Batch:
         try:
             with (
                 evaluating(self._model),
+                self._products,
                 self._cache or nullcontext(),
                 self._recorder or nullcontext(),
             ):
@@ -371,8 +372,8 @@ class Batch:
         images: ImageInputs | None = None,
     ) -> Tensor:
         """See `logits_at`; the tokens are on the host."""
-        with self._products.of(tokens_BL.numel()):
-            return logits_at(self._model, index, tokens_BL.to(self._device), attention, images)
+        self._products.before(tokens_BL.numel(), len(tokens_BL))
+        return logits_at(self._model, index, tokens_BL.to(self._device), attention, images)
 
     def _computed_prompts(
         self, new: list[Tokens], extended: dict[Tokens, Tokens], needs: Needs
