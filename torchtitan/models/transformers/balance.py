@@ -6,7 +6,7 @@ sum_i f_i P_i, with f_i the share of the choices that expert i gets, P_i its mea
 over all layers and tokens, and K the experts of a token. f has no gradient, and P is a sum over
 tokens and layers; so micro-batches and stages add up if f is known before."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from torchtitan.models.transformers.tiny import (
 )
 from torchtitan.protocols.experts import LoadBalanced, PenaltyConfig
 from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class ClassBalance(LoadBalanced):
@@ -83,7 +86,7 @@ def returns_router_loss(config: Any) -> bool:
     return any(getattr(owner, "output_router_logits", False) for owner in owners)
 
 
-def records_routers(model: Any) -> bool:
+def records_routers(model: "PreTrainedModel") -> bool:
     """Return whether a class has routers whose logits it records. `model` is a pipeline stage's
     part of the class."""
     recorded = model.get_decoder().can_record_outputs.get("router_logits")
@@ -94,7 +97,7 @@ def records_routers(model: Any) -> bool:
     return any(isinstance(module, kinds) for module in model.modules())
 
 
-def make_balance(model: Any, weight: float) -> ClassBalance | None:
+def make_balance(model: "PreTrainedModel", weight: float) -> ClassBalance | None:
     """Return the balance of a class; None, with a warning, if a trial shows that its loss has
     another formula."""
     if not has_formula(model.config):
@@ -108,7 +111,7 @@ def make_balance(model: Any, weight: float) -> ClassBalance | None:
     return ClassBalance(*_sizes(model), weight)
 
 
-def _sizes(model: Any) -> tuple[int, int]:
+def _sizes(model: "PreTrainedModel") -> tuple[int, int]:
     """Return the experts of a layer and of a token. Raise `AttributeError` if the class does not
     name them."""
     text = model.config.get_text_config(decoder=True)

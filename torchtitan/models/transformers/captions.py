@@ -6,22 +6,26 @@ Source: transformers 5.23.0, models/blip, models/blip_2 and models/git.
 import functools
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from torchtitan.models.transformers.description import class_of, forward_arguments
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
 _TYPES = ("blip", "blip-2", "git")
 
 
-def reads_captions(config: Any) -> bool:
+def reads_captions(config: "PretrainedConfig") -> bool:
     """Return whether the class of a configuration reads one image before each text."""
     return config.model_type in _TYPES
 
 
-def needs_images(config: Any) -> bool:
+def needs_images(config: "PretrainedConfig") -> bool:
     """Return whether the class of a configuration reads captions, and computes no text without an
     image."""
     if not reads_captions(config):
@@ -30,7 +34,7 @@ def needs_images(config: Any) -> bool:
     return pixels.default is pixels.empty
 
 
-def text_alone_refusal(config: Any) -> str:
+def text_alone_refusal(config: "PretrainedConfig") -> str:
     """Return why a class of which `needs_images` is true computes no text alone."""
     return (
         f"model_type {config.model_type} does not compute text alone: its class needs an image, "
@@ -39,13 +43,13 @@ def text_alone_refusal(config: Any) -> str:
     )
 
 
-def language_side(model: Any) -> Any:
+def language_side(model: "PreTrainedModel") -> Any:
     """Return the part of a class that computes text without images: the class, or its language
     model."""
     return model.get_decoder() if needs_images(model.config) else model
 
 
-def taken(model: Any) -> set[str]:
+def taken(model: "PreTrainedModel") -> set[str]:
     """Return the names of the arguments of a class, with positions if only its language model names
     them."""
     parts = (model, language_side(model))
@@ -53,7 +57,7 @@ def taken(model: Any) -> set[str]:
     return own | (inner & {"position_ids"})
 
 
-def blank_image(model: Any) -> dict[str, Tensor]:
+def blank_image(model: "PreTrainedModel") -> dict[str, Tensor]:
     """Return the images of a class for a row of tokens in a trial; nothing for other classes."""
     if not reads_captions(model.config):
         return {}
@@ -61,7 +65,7 @@ def blank_image(model: Any) -> dict[str, Tensor]:
     return {"pixel_values": torch.zeros(1, 3, size, size)}
 
 
-def caption_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+def caption_inputs(model: "PreTrainedModel", inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the inputs of a class for rows of tokens (N, M), `input_ids` with `attention_mask`: an
     image for each row, from `inputs` with one for each row with text, in their order; others get
     one of zeros. Nothing for other classes."""
@@ -77,7 +81,7 @@ def caption_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     return {"pixel_values": rows, **without_image(model, inputs["input_ids"], mask_NM)}
 
 
-def without_image(model: Any, ids_NM: Tensor, mask_NM: Tensor) -> dict[str, Tensor]:
+def without_image(model: "PreTrainedModel", ids_NM: Tensor, mask_NM: Tensor) -> dict[str, Tensor]:
     """Return the ids and the mask of rows of tokens (N, M) without those of their images, if the
     class puts the hidden states of an image before a text itself."""
     n_images = image_states(model.config)
@@ -90,7 +94,7 @@ def without_image(model: Any, ids_NM: Tensor, mask_NM: Tensor) -> dict[str, Tens
     return {"input_ids": ids_NM, "attention_mask": mask_NM}
 
 
-def image_states(config: Any) -> int:
+def image_states(config: "PretrainedConfig") -> int:
     """Return the number of hidden states that a class puts before a text itself; they take the
     place of as many tokens here."""
     if config.model_type != "git":

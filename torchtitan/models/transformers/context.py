@@ -3,7 +3,7 @@ the tokens, with their positions, and attention gathers the keys and values of a
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,10 @@ from torchtitan.models.transformers.tiny import (
 )
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.tools.errors import in_words
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 
 ATTENTION = "attend"
 """Name of `ClassAttention` in our model, for the sharding plan."""
@@ -58,7 +62,7 @@ def unsupported_context(document: Mapping[str, object]) -> str:
         return f"a trial with a part of the tokens failed: {in_words(error)}"
 
 
-def _rope_of_lengths(config: Any) -> str:
+def _rope_of_lengths(config: "PretrainedConfig") -> str:
     """Return the type of RoPE whose frequencies the class recomputes from the largest position that
     it gets, as in transformers' `dynamic_rope_update`; "" without such a type."""
     for part in (config, config.get_text_config(decoder=True)):
@@ -71,7 +75,7 @@ def _rope_of_lengths(config: Any) -> str:
     return ""
 
 
-def _try(config: Any) -> str:
+def _try(config: "PretrainedConfig") -> str:
     """Give a tiny clone both parts of each row as rows of their own, and return what changes."""
     packing = find_packing(config)
     if packing.mode != "kernel":

@@ -6,7 +6,7 @@ Source: transformers 5.23.0, models/mllama (`MllamaProcessor`) and models/idefic
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,16 +15,20 @@ from torch import Tensor, nn
 from torchtitan.models.transformers.description import forward_arguments
 from torchtitan.models.transformers.images import absent_images, reads_latest_image
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
 _MASK = "cross_attention_mask"
 _OF_IMAGES = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
 
 
-def has_cross_attention(model: Any) -> bool:
+def has_cross_attention(model: "PreTrainedModel") -> bool:
     """Return whether the decoder of a class reads images in layers of their own."""
     return _MASK in forward_arguments(model)
 
 
-def cross_attention_layers(model: Any) -> list[nn.Module]:
+def cross_attention_layers(model: "PreTrainedModel") -> list[nn.Module]:
     """Return the layers of a class that read images, which it skips for tokens without images."""
     text = model.config.get_text_config(decoder=True)
     layers = getattr(text, "cross_attention_layers", None) or []
@@ -32,7 +36,7 @@ def cross_attention_layers(model: Any) -> list[nn.Module]:
 
 
 def cross_attention_arguments(
-    model: Any, ids_NM: Tensor, arguments: Mapping[str, Any]
+    model: "PreTrainedModel", ids_NM: Tensor, arguments: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Return the arguments of a class for the images of the rows that have some, given in their
     order, with a row for each row of tokens, and with the mask of its layers that read images, (N,
@@ -63,7 +67,9 @@ def cross_attention_arguments(
     return {**rows, _MASK: torch.from_numpy(mask).to(ids_NM.device)}
 
 
-def _latest_images(model: Any, ids_NM: Tensor, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+def _latest_images(
+    model: "PreTrainedModel", ids_NM: Tensor, arguments: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """Return a row of images for each row of tokens, and the mask of its layers, (N, M, images):
     each token reads the latest image before it, unless a text ended since."""
     if "pixel_values" not in arguments:

@@ -263,7 +263,7 @@ def build_class(config: object, implementation: str | dict[str, str] | None = No
     return model
 
 
-def written_document(config: Any, class_name: str) -> dict[str, Any]:
+def written_document(config: PretrainedConfig, class_name: str) -> dict[str, Any]:
     """Return the config.json of a model that `class_name` reads, for a transformers
     configuration."""
     _, config = class_of(config)

@@ -4,7 +4,7 @@ transformers lets compute with other kernels, whose parameters have the experts 
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,10 @@ from torchtitan.models.transformers.tiny import (
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.tools.errors import in_words
 from torchtitan.tools.torch_private import parameter_entries
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 
 _NO_WIDTH = "a class of transformers splits no expert; set 1"
 
@@ -136,7 +140,7 @@ def unsupported_experts(document: Mapping[str, object]) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def _try(config: Any) -> str:
+def _try(config: "PretrainedConfig") -> str:
     """Divide the experts of a tiny clone in two, and return what changes."""
     with torch.device("meta"):
         layers = fused_experts(build_class(tiny_config(config)))

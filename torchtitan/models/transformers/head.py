@@ -1,7 +1,7 @@
 """The output layer of a class of transformers: its weights, apart from the class, so that the loss
 reads them, and what takes its place in the class."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,11 @@ from torchtitan.protocols.initializer import Constant, with_initializers
 from torchtitan.protocols.model import effective_weight
 from torchtitan.protocols.output_head import UNCHANGED, Head, LogitTransform, check_scores
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def output_name(model: Any) -> str:
+
+def output_name(model: "PreTrainedModel") -> str:
     """Return the name of a class's output layer; "" without one."""
     output = model.get_output_embeddings()
     return next((name for name, module in model.named_modules() if module is output), "")
@@ -24,7 +27,7 @@ class OutputPlace(nn.Module):
     returns one logit. If it `computes`, it returns all logits, with the embedding's weights, which
     stay shared when they are moved."""
 
-    def __init__(self, model: Any, *, computes: bool):
+    def __init__(self, model: "PreTrainedModel", *, computes: bool):
         super().__init__()
         output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         self.weight = torch.empty(0)  # some classes read its type

@@ -2,7 +2,7 @@
 both without memory."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,10 @@ from torchtitan.tools.torch_private import (
     tree_iter,
     tree_map,
 )
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 
 _MOST_COUNTS = 4096
 """Batches of other sizes whose counts are kept."""
@@ -104,7 +108,7 @@ def _features(model: object) -> Any:
     return owner.get_image_features
 
 
-def trace_images(model: Any, images: ImageInputs, dtype: torch.dtype) -> None:
+def trace_images(model: "PreTrainedModel", images: ImageInputs, dtype: torch.dtype) -> None:
     """Run a class's vision tower and projector, and their backward pass, on the meta device, where
     the weights are, in `dtype`: for the observers of operations.
 
@@ -128,13 +132,13 @@ class ImageFlops:
         config: transformers' configuration of the class.
     """
 
-    def __init__(self, config: Any):
+    def __init__(self, config: "PretrainedConfig"):
         self._config = config
         self._plain: Any = None
         self._is_told = False
         self._counts: dict[tuple[object, ...], float] = {}
 
-    def of(self, model: Any, images: ImageInputs) -> float:
+    def of(self, model: "PreTrainedModel", images: ImageInputs) -> float:
         """Return the operations, forward and backward, of a pass of `model` over images on the
         host. Nothing before the first trained part has a backward pass, which takes twice the
         operations of the forward pass (Kaplan et al. 2020, arXiv:2001.08361, 2.1)."""

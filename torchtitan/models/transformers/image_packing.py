@@ -4,7 +4,7 @@ tiny clone allows."""
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.images import OF_TOKENS, ImageInputs
 from torchtitan.tools.device import send
 from torchtitan.tools.errors import UserError, in_words
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class DocumentRows:
 
 def run_with_images(
     packing: Packing,
-    model: Any,
+    model: "PreTrainedModel",
     tokens_BL: Tensor,
     attention: AttentionMetadata | None,
     images: ImageInputs,
@@ -152,7 +155,10 @@ def _of_tokens(inputs: Mapping[str, object]) -> list[str]:
 
 
 def _positions(
-    model: Any, inputs: Mapping[str, Any], attention: AttentionMetadata, rows: DocumentRows
+    model: Any,
+    inputs: Mapping[str, Any],
+    attention: AttentionMetadata,
+    rows: DocumentRows,
 ) -> Tensor:
     """Return the positions of packed tokens, (B, L) or (axes, B, L). The class computes those of
     several axes, for each document by itself."""

@@ -5,7 +5,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,10 @@ from torchtitan.protocols.images import OF_TOKENS, PLACES, TOKEN_TYPES, ImageInp
 from torchtitan.tools.device import send
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.torch_private import tree_iter
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 
 Part = Literal["language", "projector", "vision"]
 
@@ -43,12 +47,12 @@ _OTHER_SENSES = re.compile(r"audio|speech|sound")
 """Names of the towers that images do not reach."""
 
 
-def is_language_model(config: Any) -> bool:
+def is_language_model(config: "PretrainedConfig") -> bool:
     """Return whether a class's configuration describes a language model by itself."""
     return config.get_text_config(decoder=True) is config and not _tower_types(config)
 
 
-def _tower_types(config: Any) -> set[type]:
+def _tower_types(config: "PretrainedConfig") -> set[type]:
     """Return the types of a configuration's vision towers, without its language model's type."""
     text = config.get_text_config(decoder=True)
     names = filter(_TOWERS.search, config.sub_configs)
@@ -101,7 +105,9 @@ def train_parts(model: object, trained: list[Part]) -> None:
             parameter.requires_grad_(name in trained)
 
 
-def image_arguments(model: Any, images: ImageInputs, dtype: torch.dtype) -> dict[str, Any]:
+def image_arguments(
+    model: "PreTrainedModel", images: ImageInputs, dtype: torch.dtype
+) -> dict[str, Any]:
     """Return the arguments of a class for images, in `dtype`: the type of the weights that read
     them."""
     accepted = forward_arguments(model)
@@ -118,12 +124,12 @@ def image_arguments(model: Any, images: ImageInputs, dtype: torch.dtype) -> dict
     return arguments | {name: images.more_types.get(name, images.token_types_BL) for name in types}
 
 
-def reads_latest_image(model: Any) -> bool:
+def reads_latest_image(model: "PreTrainedModel") -> bool:
     """Return whether layers of a class read the latest image before each token, as in Idefics."""
     return _LATEST in forward_arguments(model)
 
 
-def has_prefixes(cls: Any, config: Any) -> bool:
+def has_prefixes(cls: Any, config: "PretrainedConfig") -> bool:
     """Return whether the prompts of a class, with tokens of type 0, see both ways, as in
     PaliGemma."""
     text = config.get_text_config(decoder=True)
@@ -131,7 +137,7 @@ def has_prefixes(cls: Any, config: Any) -> bool:
     return takes_types and getattr(text, "use_bidirectional_attention", None) is True
 
 
-def absent_images(model: Any, tokens_BL: Tensor) -> dict[str, Tensor]:
+def absent_images(model: "PreTrainedModel", tokens_BL: Tensor) -> dict[str, Tensor]:
     """Return the arguments for tokens without images of a class that always takes a mask of images,
     and features if it gets no pixels, or whose prompts see both ways: the tokens are those of
     answers. Nothing for other classes."""
@@ -149,7 +155,7 @@ def absent_images(model: Any, tokens_BL: Tensor) -> dict[str, Tensor]:
     return {places[0]: torch.zeros_like(tokens_BL), "image_embeds": features}
 
 
-def counted_positions(model: Any, ids_BS: Tensor, mask_BS: Tensor) -> Tensor | None:
+def counted_positions(model: "PreTrainedModel", ids_BS: Tensor, mask_BS: Tensor) -> Tensor | None:
     """Return the positions that Kosmos's classes give whole texts: from the id of padding on, and
     without tokens of padding, which an answer may have. None for other classes."""
     if not any(name.endswith(PLACES) for name in forward_arguments(model)):
@@ -230,7 +236,7 @@ def _with_image_experts(
 
 @contextlib.contextmanager
 def reading_blank(
-    model: Any,
+    model: "PreTrainedModel",
     images: ImageInputs,
     dtype: torch.dtype,
     projector: Callable[[], Sequence[nn.Parameter]],
@@ -261,7 +267,7 @@ def reading_blank(
 
 
 @contextlib.contextmanager
-def running_vision_once(model: Any, layer: nn.Module) -> Iterator[None]:
+def running_vision_once(model: "PreTrainedModel", layer: nn.Module) -> Iterator[None]:
     """Raise `UserError` if a class runs `layer`, the first of its vision tower, before its
     embedding or more than once in a forward pass: ranks with other images would wait for other
     weights."""
@@ -304,7 +310,7 @@ def vision_layers(model: Any) -> list[str]:
     return [f"{largest}.{index}" for index in range(len(model.get_submodule(largest)))]
 
 
-def places_of(model: Any, *names: Part) -> list[tuple[nn.Module, str]]:
+def places_of(model: "PreTrainedModel", *names: Part) -> list[tuple[nn.Module, str]]:
     """Return the owner and name of each parameter of parts. Sharding and mixed precision replace
     the parameters, but not their owners."""
     parts = parts_of(model)

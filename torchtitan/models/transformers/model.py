@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,10 @@ from torchtitan.protocols.model import AbsentModule, BaseModel
 from torchtitan.protocols.output_head import UNCHANGED, Head, compute_logits
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -536,7 +540,7 @@ class TransformersModel(BaseModel):
         return hidden
 
 
-def _share_modules(model: Any) -> None:
+def _share_modules(model: "PreTrainedModel") -> None:
     """Share the modules of tied parameters, where only the parameters are the same: they are
     replaced when a model is moved. The output layer is handled separately."""
     output = model.get_output_embeddings()
@@ -555,7 +559,7 @@ def _frozen_modules(model: nn.Module) -> set[str]:
     }
 
 
-def _find_blocks(model: Any) -> list[str]:
+def _find_blocks(model: "PreTrainedModel") -> list[str]:
     """Return the names of the outermost numbered modules that the class declares unsplittable; if
     the decoder has none, also the modules in its largest list."""
     unsplittable, decoder = set(model._no_split_modules or ()), set(model.get_decoder().modules())

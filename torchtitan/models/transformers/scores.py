@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +24,15 @@ from torchtitan.models.transformers.tiny import (
 from torchtitan.protocols.initializer import Constant, with_initializers
 from torchtitan.tools.errors import in_words
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
 SCORE = "score"
 """Name of the output layer in transformers' classes with one label."""
 
 
-def with_score(model: Any) -> None:
+def with_score(model: "PreTrainedModel") -> None:
     """Replace the output layer of a class by a linear function of the same hidden states, initially
     0."""
     output = model.get_output_embeddings()
@@ -37,7 +41,7 @@ def with_score(model: Any) -> None:
     model.set_submodule(output_name(model), with_initializers(score, weight=Constant(0.0)))
 
 
-def classifier_name(config: Any) -> str:
+def classifier_name(config: "PretrainedConfig") -> str:
     """Return the class of transformers that reads the reward model of a configuration, or the name
     that it would have."""
     cls, part = class_of(config)

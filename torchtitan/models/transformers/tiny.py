@@ -15,6 +15,7 @@ from torchtitan.models.transformers.images import absent_images
 from torchtitan.models.transformers.per_layer import PerLayer
 
 F = TypeVar("F", bound=Callable[..., Any])
+M = TypeVar("M", bound=torch.nn.Module)
 
 HIDDEN = 64
 HEADS = 4
@@ -112,7 +113,7 @@ def random_clone(
     return randomize(build_class(tiny_config(config), implementation).eval())
 
 
-def randomize(model: Any) -> Any:
+def randomize(model: M) -> M:
     """Draw weights so large that each part changes the logits, in a `trial`."""
     for parameter in model.parameters():
         if parameter.ndim < 2:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from torchtitan.protocols.state_dict_adapter import (
 from torchtitan.protocols.tensor_source import TensorSpec
 from torchtitan.tools.errors import UserError, summarize_names
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def adapter(config: TransformersModel.Config) -> "TransformersAdapter":
     """Return the table of a model's tensors in files."""
@@ -47,7 +50,7 @@ def class_adapter(config: TransformersModel.Config) -> StateDictAdapter:
     return table
 
 
-def _lost_in_peft(model: Any, names: Iterable[str]) -> Iterator[str]:
+def _lost_in_peft(model: "PreTrainedModel", names: Iterable[str]) -> Iterator[str]:
     """Yield the names of weights whose adapters peft loses: it applies the renaming rules of files
     to the tensors of adapters, which already have the class's names. It undoes only the removal of
     a prefix."""
@@ -77,7 +80,7 @@ class Converted(Transform):
     """Tensors that transformers converts together: to our layout in a `plan`, to the files' layout
     in `steps`."""
 
-    model: Any
+    model: "PreTrainedModel"
     """The class on the meta device, whose configuration and shapes some conversions need."""
     converter: loading.WeightConverter | None
     """The conversion; None: a single tensor, unchanged."""
@@ -256,7 +259,10 @@ class TransformersAdapter(StateDictAdapter):
 
 
 def _group(
-    model: Any, names: Iterable[str], rules: Iterable[Any], known: dict[str, str] | None = None
+    model: "PreTrainedModel",
+    names: Iterable[str],
+    rules: Iterable[Any],
+    known: dict[str, str] | None = None,
 ) -> dict[str, Converted]:
     """Return name of the first result → the tensors of a class, or of files, that transformers'
     rules convert together. `known` are the class's names, if the tensors are of files."""
