@@ -32,9 +32,7 @@ class Workers:
     """Iterator over the items of a dataset, prepared by torchdata's `StatefulDataLoader`.
 
     Args:
-        dataset: map-style with `sampler`, or iterable. Each item is a batch, or a `UserError` or
-            `RunFailure` to raise here: if a worker raised it, its message would be the worker's
-            traceback.
+        dataset: map-style with `sampler`, or iterable.
         sampler: keys of a map-style dataset's items.
         num_workers: worker processes; 0: create items in this process.
         state: result of `state_dict` to resume from.

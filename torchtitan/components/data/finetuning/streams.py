@@ -1,8 +1,8 @@
 """Rows of fine-tuning data that are streamed during training.
 
 Each rank and worker, a "node", reads its own part of each dataset, block by block, as in
-`torchtitan.components.data.pretraining.streaming`. The rows of a block are encoded, filtered and
-packed together. A node's position is the stream's state before the block and the number of windows
+`torchtitan.components.data.pretraining.feeds`. The rows of a block are encoded, filtered and packed
+together. A node's position is the stream's state before the block and the number of windows
 taken from it; resuming reads and packs the block again.
 """
 
