@@ -231,6 +231,31 @@ def test_a_disk_that_is_full_at_any_byte_leaves_no_file(tmp_path, capsys):
         assert not target.exists()
 
 
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""As published, which llama-cpp-python replaces by a function of its own."""
+
+
+@pytest.mark.parametrize("template, written", [(CHATML, "{# #}" + CHATML), (CHATML + " ", None)])
+def test_replaced_templates_get_a_comment(template, written, tmp_path):
+    save(tmp_path / "hf", "llama", seed=0)
+    (tmp_path / "hf" / "chat_template.jinja").write_text(template)
+    assert convert(tmp_path / "hf", tmp_path / "out") == 0
+    reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+    text = reader.get_field("tokenizer.chat_template").contents()
+    assert text == (written or template)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    rows = [{"role": "user", "content": "Hi."}]
+    ours, theirs = (
+        tokenizer.apply_chat_template(rows, chat_template=one, tokenize=False)
+        for one in (text, template)
+    )
+    assert ours == theirs
+
+
 def random_ids(length: int) -> Tensor:
     return torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(0))
 

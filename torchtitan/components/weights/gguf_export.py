@@ -2,6 +2,7 @@
 file (github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +40,16 @@ _DTYPES = {kind: dtype for dtype, kind in _KINDS.items()}
 _FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
 _BLOCK = 32
 _QUANTIZED_ROWS = 4096
+
+_REPLACED = {
+    "153280e3ff55d19da1398bdb3914ee2a51b80429bfaedde11d7d216c39db80f3",  # ChatML
+    "7e995b379ec01747807246483647cd99030abf331653f1119e16d7ac041a3495",  # Mistral 7B Instruct
+    "26a59556925c987317ce5291811ba3b7f32ec4c647c400c6cc7e3a9993007ba7",  # Mixtral 8x7B Instruct
+    "ba03a121d097859c7b5b9cd03af99aafe95275210d2876f642ad9929a150f122",  # Llama 3 Instruct
+}
+"""SHA-256 of the templates that llama-cpp-python 0.3.36 replaces
+(findings/llama_cpp_python_replaces_templates.sh). Each begins with a brace, so that a comment
+before it changes nothing."""
 
 _UNQUANTIZED = (
     *("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "shortconv.conv.weight"),
@@ -152,8 +163,15 @@ def _tokenizer_metadata(assets: Path, n_rows: int) -> dict[str, object]:
         logger.warning("GGUF has places for three end tokens, not for the ids %s", others[2:])
     template = load_chat_template(assets)
     if template is not None:
-        keys["tokenizer.chat_template"] = template.source
+        keys["tokenizer.chat_template"] = _rendered_as_it_is(template.source)
     return keys
+
+
+def _rendered_as_it_is(template: str) -> str:
+    """Return a template that llama-cpp-python renders: of four published ones it does not, but
+    writes prompts by functions of its own, which differ. A comment makes it another text."""
+    digest = hashlib.sha256(template.encode()).hexdigest()
+    return "{# #}" + template if digest in _REPLACED else template
 
 
 def _add(gguf: ModuleType, writer: Any, key: str, value: object) -> None:
