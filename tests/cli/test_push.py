@@ -229,9 +229,17 @@ def test_options_of_the_card_need_one(option, run, tmp_path, capsys):
             {"library_name": "transformers", "pipeline_tag": "text-classification"},
         ),
         ({"_class_name": "DiTTransformer2DModel"}, {"library_name": "diffusers"}),
+        (
+            {"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}},
+            {"library_name": "transformers", "pipeline_tag": "image-text-to-text"},
+        ),
+        (
+            {"architectures": ["T5ForConditionalGeneration"]},
+            {"library_name": "transformers"},
+        ),
         ({"model_type": "llama"}, {"library_name": "transformers"}),
     ],
-    ids=["reward", "diffusers", "unsaid"],
+    ids=["reward", "diffusers", "images", "sequences", "unsaid"],
 )
 def test_only_language_models_generate_text(config, header, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -256,6 +264,21 @@ def test_tasks_of_adapters(config, task, tmp_path, capsys):
     assert push(tmp_path, "me/adapter", "--dry_run") == 0
     card = yaml.safe_load(capsys.readouterr().out.split("---\n")[1])
     assert card.get("pipeline_tag") == task
+
+
+@pytest.mark.parametrize(
+    ("config", "task"), [("lora_images", "image-text-to-text"), ("lora", "text-generation")]
+)
+def test_tasks_of_adapters_for_images(config, task, run, capsys):
+    text = (run / "config.yaml").read_text().replace("config: lora", f"config: {config}")
+    (run / "config.yaml").write_text(text)
+    folder = run / "checkpoint" / "step-6"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"task_type": "CAUSAL_LM"}')
+    (folder / "adapter_model.safetensors").write_text("adapter")
+    assert push(folder, "me/adapter", "--dry_run") == 0
+    card = yaml.safe_load(capsys.readouterr().out.split("---\n")[1])
+    assert card["pipeline_tag"] == task
 
 
 def test_a_failed_upload_says_how_to_repeat_it(hub, run, monkeypatch, capsys):

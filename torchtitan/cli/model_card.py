@@ -21,6 +21,7 @@ _OPTIONS = (
     "training.local_batch_size",
     "training.global_batch_size",
     "training.mixed_precision_param",
+    "model.train",
     "optimizer.name",
     "optimizer.lr",
     "optimizer.weight_decay",
@@ -95,6 +96,7 @@ def _datasets(run: RunRecord) -> list[str]:
 def _describe(run: RunRecord, step: int | None) -> Iterator[str]:
     config = run.config
     method = {"module": config.get("module"), "configuration": config.get("config")}
+    method = {key: value for key, value in method.items() if value is not None}
     method |= {key: config[key] for key in _OPTIONS if config.get(key) not in _UNSET}
     method |= {
         key: value

@@ -21,6 +21,8 @@ from torchtitan.tools.redact import redact
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
+    from torchtitan.cli.report import RunRecord
+
 _DESCRIPTION = """Upload the model in the folder SOURCE to the repository OWNER/NAME on the Hugging
 Face Hub, in one commit: weights in Hugging Face or GGUF format or an adapter, configuration,
 tokenizer, and README.md, a card with data, method, numbers and command of the run. SOURCE may be
@@ -52,6 +54,9 @@ _TASKS = {
     "ForSequenceClassification": "text-classification",
 }
 """End of the name of a class in transformers → the Hub's name of what it does."""
+
+IMAGES_AND_TEXT = "image-text-to-text"
+"""The Hub's name of what models that read images do."""
 
 _SCORE = re.compile(r"\bscore\b")
 """The layer of a reward model that gives the score."""
@@ -263,9 +268,15 @@ def _card(
         said = read_object(folder / _ADAPTER[0]).get(_BASE)
         base = base or (said if is_repository(said) else None)
     record = RunRecord(run) if run else None
+    if library == "peft" and record and _trains_on_images(record) and task == "text-generation":
+        task = IMAGES_AND_TEXT  # as PEFT has no type of its own for them
     title = options.repo_id.rpartition("/")[2]
     origin = {"run": record, "step": step, "base_model": base}
     return model_card(title, library, task=task, license=options.license, **origin).encode()
+
+
+def _trains_on_images(run: "RunRecord") -> bool:
+    return str(run.config.get("config")).endswith("_images")
 
 
 def _library_and_task(folder: Path, names: Sequence[str]) -> tuple[str, str | None]:
@@ -281,6 +292,8 @@ def _library_and_task(folder: Path, names: Sequence[str]) -> tuple[str, str | No
         return library, None
     classes = config.get("architectures")
     name = str(*classes[:1]) if isinstance(classes, list) else ""
+    if name.endswith("ForConditionalGeneration") and "vision_config" in config:
+        return library, IMAGES_AND_TEXT
     return library, next((t for end, t in _TASKS.items() if name.endswith(end)), None)
 
 
