@@ -1,12 +1,13 @@
 """Steps per hour of reinforcement learning in an environment that waits, by the steps that rollouts
 may run ahead (`--rollout.max_staleness`).
 
-    python benchmarks/staleness.py [--steps 40] [--staleness 0 1 4]
+    python benchmarks/staleness.py [--steps 40] [--staleness 0 1 4] [--simulate]
 
 Each step has 4 prompts with 4 rollouts each. A rollout has two turns of 8 tokens, after each of
 which the environment sleeps 0.2 to 2 seconds, drawn with a fixed seed. The model has 2 layers of
 width 64 and random weights. Times are of all steps, the first included, as the runs log them; the
-runs follow one another.
+runs follow one another. `--simulate` prints the ratios of runs whose computing takes no time
+instead: steps are trained in order, so that a slow rollout also delays the steps after its own.
 """
 
 import argparse
@@ -44,6 +45,19 @@ class Sleeps(Environment):
         return Step("Go on.", reward=len(reply.content) / 100)
 
 
+def simulate(staleness: int, steps: int, n_runs: int = 300) -> float:
+    """Return the mean seconds of a step that only sleeps: it begins when the weights may be used,
+    and ends after the step before it."""
+    numbers, total = random.Random(0), 0.0
+    for _ in range(n_runs):
+        ends = [0.0] * (staleness + 1)
+        for _ in range(steps):
+            turns = [sum(numbers.uniform(0.2, 2) for _ in range(2)) for _ in range(16)]
+            ends.append(max(ends[-1], ends[-staleness - 1] + max(turns)))
+        total += ends[-1] / steps
+    return total / n_runs
+
+
 def measure(staleness: int, steps: int) -> tuple[float, float, float]:
     """Return the steps per hour, the mean age of tokens in steps, and the highest one."""
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +81,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4])
+    parser.add_argument("--simulate", action="store_true")
     args = parser.parse_args()
+    if args.simulate:
+        for staleness in args.staleness:
+            ratio = simulate(0, args.steps) / simulate(staleness, args.steps)
+            print(f"max_staleness {staleness}: ratio {ratio:.2f}")
+        return
     print("| max_staleness | steps per hour | ratio | mean age | highest age |")
     print("|---:|---:|---:|---:|---:|")
     first = 0.0
