@@ -25,7 +25,7 @@ from tests.equivalence.runs import (
 )
 from tests.tables import Row as TableRow
 from tests.tables import as_markdown, markers, write_docs
-from tests.training import RaggedDataLoader
+from tests.training import ABSENT, RaggedDataLoader
 from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.distributed import ParallelDims, expert_parallel
 from torchtitan.distributed.initialize import canonical_name
@@ -461,6 +461,8 @@ def test_the_command_line_chooses_layouts():
     drawn = choose_layouts(parse_arguments(["--random", "6", "--seed", "1"]), {})
     assert drawn == choose_layouts(parse_arguments(["--random", "6", "--seed", "1"]), {})
     assert drawn != choose_layouts(parse_arguments(["--random", "6", "--seed", "2"]), {})
+    hybrids = choose_layouts(parse_arguments(["--random", "2", "--hybrids"]), {})
+    assert all(layout.chosen["model__n_kv_heads"] == ABSENT for layout in hybrids)
     assert len(drawn) == 6
 
 

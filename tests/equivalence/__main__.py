@@ -42,6 +42,11 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--random", metavar="N", type=int, help="run N random layouts instead of the table"
     )
+    parser.add_argument(
+        "--hybrids",
+        action="store_true",
+        help="with --random: only models whose layers differ, or whose attention is latent",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random layouts")
     parser.add_argument(
         "--dataset", type=Path, help="train on this text file instead of the built-in stories"
@@ -81,7 +86,9 @@ def choose_layouts(arguments: argparse.Namespace, extra: Options) -> list[Layout
     """Return the layouts that the command line selects."""
     if arguments.random is not None:
         print(f"random layouts of --seed {arguments.seed}", file=sys.stderr)
-        return list(draw_layouts(arguments.random, arguments.seed, extra))
+        return list(
+            draw_layouts(arguments.random, arguments.seed, extra, hybrids=arguments.hybrids)
+        )
     return [
         layout
         for layout in all_layouts()

@@ -8,16 +8,28 @@ from typing import Any
 from tests.equivalence.layouts import (
     ADAMW,
     CHUNKS,
+    CONVS_AND_EXPERTS,
+    DELTA_NETS,
     EXPERTS,
+    FUSED_NETS,
+    GROWING_QUERIES,
+    KIMI,
     LATENTS,
+    MAMBA,
+    NETS_AND_EXPERTS,
+    ONE_GROUP,
     PROBLEM,
+    REVERSING_NETS,
     SCHEDULES,
+    SHORT_CONVS,
     SIGMOID,
     SINKS,
+    SPARSE,
     Layout,
     Options,
 )
 from tests.equivalence.runs import make_config
+from tests.training import ABSENT
 from torchtitan.tools.errors import UserError
 
 _CHOICES: Mapping[str, Mapping[str, Sequence[Any]]] = {
@@ -62,8 +74,24 @@ _WITH_EXPERTS: Sequence[Options] = (
 )
 """Models with experts; half of the layouts use one of them."""
 
+_HYBRIDS: Sequence[Options] = (
+    NETS_AND_EXPERTS,
+    FUSED_NETS,
+    MAMBA,
+    CONVS_AND_EXPERTS,
+    KIMI,
+    SPARSE,
+    GROWING_QUERIES,
+    {**ONE_GROUP, "config": "granite_moe_debugmodel"},
+)
+"""Models with experts whose layers differ, or whose attention is latent."""
 
-def draw_layouts(count: int, seed: int, extra: Options) -> Iterator[Layout]:
+_WITHOUT_EXPERTS: Sequence[Options] = (DELTA_NETS, SHORT_CONVS, ONE_GROUP, REVERSING_NETS)
+
+
+def draw_layouts(
+    count: int, seed: int, extra: Options, *, hybrids: bool = False
+) -> Iterator[Layout]:
     """Yield random layouts of two or four processes that the configuration accepts, sorted by
     number of processes.
 
@@ -71,17 +99,18 @@ def draw_layouts(count: int, seed: int, extra: Options) -> Iterator[Layout]:
         count: number of layouts.
         seed: seed of the random choice.
         extra: additional options for all layouts.
+        hybrids: draw only models whose layers differ, or whose attention is latent.
     """
     generator = random.Random(seed)
     drawn: list[Layout] = []
     while len(drawn) < count:
-        layout = _draw(generator)
+        layout = _draw(generator, hybrids)
         if _is_accepted(layout, extra):
             drawn.append(layout)
     yield from sorted(drawn, key=lambda layout: layout.processes)
 
 
-def _draw(generator: random.Random) -> Layout:
+def _draw(generator: random.Random, hybrids: bool) -> Layout:
     degrees = dict.fromkeys(_CHOICES, 1)
     processes = generator.choice((2, 4))
     for _ in range(processes // 2):  # 4 is 2 x 2
@@ -91,8 +120,10 @@ def _draw(generator: random.Random) -> Layout:
     for choices in (*applicable, _CHOICES_OF_ALL):
         options |= {name: generator.choice(values) for name, values in choices.items()}
     options |= generator.choice(({}, ADAMW))
-    if generator.choice((False, True)):
-        options |= _draw_experts(generator, degrees)
+    if hybrids:
+        options |= _draw_hybrid(generator, degrees)
+    elif generator.choice((False, True)):
+        options |= _draw_experts(generator, degrees, _WITH_EXPERTS)
     samples = PROBLEM["training__global_batch_size"]
     ranks = degrees["data_parallel_replicate_degree"] * degrees["data_parallel_shard_degree"]
     options["training__local_batch_size"] = samples // ranks // generator.choice((1, 2, 4))
@@ -104,7 +135,23 @@ def _draw(generator: random.Random) -> Layout:
     return Layout(" ".join(changed), processes, options)
 
 
-def _draw_experts(generator: random.Random, degrees: Mapping[str, int]) -> dict[str, Any]:
+def _draw_hybrid(generator: random.Random, degrees: Mapping[str, int]) -> dict[str, Any]:
+    """Draw a model with layers of all its kinds, and with as many heads as it has."""
+    has_experts = generator.choice((True, True, False))
+    return {
+        **(
+            _draw_experts(generator, degrees, _HYBRIDS)
+            if has_experts
+            else generator.choice(_WITHOUT_EXPERTS)
+        ),
+        "model__n_layers": generator.choice((4, 8)),
+        "model__n_kv_heads": ABSENT,
+    }
+
+
+def _draw_experts(
+    generator: random.Random, degrees: Mapping[str, int], models: Sequence[Options]
+) -> dict[str, Any]:
     """Draw a model with experts, and how to divide them; not all ranks can."""
     tensor = degrees["tensor_parallel_degree"]
     by_width = generator.choice((1, tensor))
@@ -115,7 +162,7 @@ def _draw_experts(generator: random.Random, degrees: Mapping[str, int]) -> dict[
         // by_width
     )
     return {
-        **generator.choice(_WITH_EXPERTS),
+        **generator.choice(models),
         "parallelism__expert_parallel_degree": generator.choice(
             [n for n in (1, 2, 2, 4, 4) if ranks % n == 0]
         ),
