@@ -163,6 +163,11 @@ def test_files_of_other_programs(name, text, message, tmp_path):
         of_file(tmp_path, text, name)
 
 
+def test_a_dataset_may_have_the_name_of_another_program(tmp_path):
+    text = "trl sft --model_name_or_path a/b --dataset_name swift/self-cognition"
+    assert of_file(tmp_path, text, "trl.sh").config == "sft"
+
+
 def test_values_without_dashes(tmp_path):
     """As LLaMA-Factory and torchtune have them: they override the file."""
     (tmp_path / "a.yaml").write_text(f"{FACTORY}stage: sft\nlearning_rate: 1e-4")

@@ -293,7 +293,8 @@ def _words(text: str, path: Path) -> list[str]:
     commands = [command for line in lines for command in _commands(line)]
     command = next((one for one in commands if " --" in one), "")
     command = command or next((one for one in commands if re.search(r"\.ya?ml\b", one)), "")
-    if program := _program_of(text.split()):
+    started = command.partition(" --")[0] or text
+    if program := _program_of(started.split()):
         raise _other_file(f"the command in {path}", program)
     if not command:
         raise UserError(f"{path} has no command with arguments such as --learning_rate 1e-4")
