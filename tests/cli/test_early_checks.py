@@ -190,6 +190,7 @@ def test_a_run_that_may_be_complete_needs_no_data():
         early(*words)
     Path("outputs/checkpoint").mkdir(parents=True)
     early(*words)
+    early(*SFT, "--dataloader.format=nowhere.py:rows", "--checkpoint.enable")
     early(*words, "--dump_folder=elsewhere", "--checkpoint.folder=s3://bucket/run")
     with pytest.raises(UserError, match="neither"):
         early(*words, "--checkpoint.no_enable")
@@ -212,3 +213,4 @@ def test_processes_are_unknown_if_there_may_be_gpus(monkeypatch, tmp_path):
 def test_a_dry_run_reads_no_data(monkeypatch):
     monkeypatch.setenv("COMM_MODE", "fake_backend")
     early("--dataloader.dataset=nowhere.txt")
+    early(*SFT, "--dataloader.format=nowhere.py:rows")

@@ -17,8 +17,11 @@ from torchtitan.tools.files import is_url, missing_folder_error
 _WITHOUT_TORCH = "torchtitan.components.data."
 """Package of the loaders whose configurations need no torch."""
 
+_FORMAT = "dataloader.format"
+"""Option that may name a function for the rows of the data."""
+
 _FUNCTIONS = {
-    "dataloader.format": "",
+    _FORMAT: "",
     "rewards": "--rewards",
     "rollout.function": "--rollout.function",
 }
@@ -56,11 +59,11 @@ def may_have_gpus(devices: Path = Path("/dev")) -> bool:
 
 def check_files(known: KnownConfiguration, given: Mapping[str, object]) -> None:
     """Raise `UserError` for a folder of model files, or a file or folder of data, that is set and
-    does not exist. A dry run and a run that is complete read no data."""
+    does not exist."""
     assets = str(given.get("hf_assets_path") or "")
     if assets and not is_url(assets) and not os.path.isdir(os.path.expanduser(assets)):
         raise missing_folder_error(assets)
-    if os.environ.get("COMM_MODE") or _may_be_complete(known, given):
+    if not _reads_data(known, given):
         return
     for key in ("dataloader.dataset", "validator.dataset"):
         is_read = key == "dataloader.dataset" or known.value("validator.enable", given)
@@ -71,15 +74,17 @@ def check_files(known: KnownConfiguration, given: Mapping[str, object]) -> None:
 def check_data(known: KnownConfiguration, given: Mapping[str, object]) -> None:
     """Raise `UserError` for options of the loader, for data whose first rows cannot be used, and
     for a missing file of a user's function. Loaders that need torch are left to the run."""
+    reads_data = _reads_data(known, given)
     for key in filter(given.__contains__, _FUNCTIONS):
-        _check_functions(key, known.value(key, given))
+        if reads_data or key != _FORMAT:
+            _check_functions(key, known.value(key, given))
     is_set = any(key.startswith("dataloader.") for key in given)
     is_light = known.module_of("dataloader").startswith(_WITHOUT_TORCH)
     if not (is_set and is_light and known.is_current):
         return
     config = known.component("dataloader", given)
     config.validate()
-    if not os.environ.get("COMM_MODE") and not _may_be_complete(known, given):
+    if reads_data:
         config.check_first_rows()
 
 
@@ -91,6 +96,11 @@ def _check_functions(key: str, value: str | Sequence[str]) -> None:
         for reference in [value] if isinstance(value, str) else value:
             if "=" not in reference:  # as in a built-in reward, pattern=REGEX
                 check_function_file(reference)
+
+
+def _reads_data(known: KnownConfiguration, given: Mapping[str, object]) -> bool:
+    """Return whether the run certainly reads data: a dry run and a complete run do not."""
+    return not os.environ.get("COMM_MODE") and not _may_be_complete(known, given)
 
 
 def _may_be_complete(known: KnownConfiguration, given: Mapping[str, object]) -> bool:
