@@ -254,6 +254,16 @@ def _config(folder, **options):
     return config
 
 
+@pytest.mark.parametrize("metric", ["eval_loss", "val/loss"])
+def test_a_callback_may_measure_what_other_libraries_name(tmp_path, metric):
+    config = _config(tmp_path)
+    config.callbacks[-1].metric = metric
+    config.callbacks[-1].check_run(config)
+    del config.callbacks[0]
+    with pytest.raises(UserError, match="is validation_loss here"):
+        config.callbacks[-1].check_run(config)
+
+
 class Stops(Callback):
     """Stops the run after step 3."""
 

@@ -16,7 +16,8 @@ _LOSSES_ELSEWHERE = ("eval_loss", "eval/loss", "val_loss", "val/loss")
 def check_measured(run: Sections, metric: str, option: str) -> None:
     """Raise `UserError` if no validation or evaluation of a run can measure `metric`, the value of
     `option`. A metric with another name may be one of the user's own callbacks."""
-    if metric in _LOSSES_ELSEWHERE:
+    has_own = any(not type(one).__module__.startswith("torchtitan.") for one in run.callbacks)
+    if metric in _LOSSES_ELSEWHERE and not has_own:
         raise UserError(f"{option} {metric}: the loss of held-out data is validation_loss here")
     if metric.startswith("validation") and not run.validator.enable:
         raise UserError(f"{option} {metric} needs --validator.enable")
