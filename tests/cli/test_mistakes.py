@@ -284,7 +284,8 @@ def test_the_page_of_a_dataset():
     for address in (page, f"{page}/viewer/default/train"):
         with pytest.raises(UserError, match="is a page of the .*; name the dataset tatsu-lab/alp"):
             reject_page(address)
-    reject_page(f"{page}/resolve/main/train.jsonl")
+    for kind in ("resolve", "raw"):
+        reject_page(f"{page}/{kind}/main/train.jsonl")
 
 
 def test_layers_with_commas():

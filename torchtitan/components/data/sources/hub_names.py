@@ -41,8 +41,10 @@ def hub_name(dataset: str) -> HubName | None:
     )
 
 
-_PAGE = re.compile(r"https?://huggingface\.co/datasets/(\w[\w.-]*/\w[\w.-]*)(?!.*/resolve/)")
-"""Address of a page about a dataset; the addresses of its files contain /resolve/."""
+_PAGE = re.compile(
+    r"https?://huggingface\.co/datasets/(\w[\w.-]*/\w[\w.-]*)(?!.*/(?:resolve|raw)/)"
+)
+"""Address of a page about a dataset; the addresses of its files contain /resolve/ or /raw/."""
 
 
 def reject_page(dataset: str) -> None:
