@@ -71,7 +71,7 @@ def relevant_columns(row: Mapping[str, object]) -> list[str]:
     return [column for column, value in row.items() if _is_relevant(column) and is_filled(value)]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # each row of JSON may have other columns
 def _is_relevant(column: str) -> bool:
     return column.lower() in _RELEVANT_NAMES or _IMAGE.fullmatch(column) is not None
 
