@@ -40,11 +40,18 @@ def selected(migration: Migration) -> tuple[str, str]:
             ("preference", "dpo_lora_images"),
         ),
         ("processor_type: AutoProcessor\nrl: kto", ("preference", "kto_images")),
+        (
+            "processor_type: AutoProcessor\npretraining_dataset: [{path: a/b}]",
+            ("auto", "pretrain_images"),
+        ),
         ("adapter: lora", ("auto", "lora")),
     ],
 )
 def test_images_of_axolotl(text, expected, tmp_path):
-    assert selected(of_file(tmp_path, AXOLOTL + text)) == expected
+    migration = of_file(tmp_path, AXOLOTL + text)
+    assert selected(migration) == expected
+    notes = [row.note for row in migration.rows if row.key == "processor_type"]
+    assert all(f"--config {expected[1]}" in note for note in notes)
 
 
 def test_no_adapters_of_grpo_read_images(tmp_path):

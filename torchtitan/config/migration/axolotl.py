@@ -110,12 +110,12 @@ def _select(migration: Migration) -> str:
     in_4_bits = adapter == "qlora" or bool(adapter and migration.get("load_in_4bit"))
     images = migration.get("processor_type") is not None
     alignment.select(migration, method, adapters=bool(adapter), in_4_bits=in_4_bits, images=images)
+    if method == "sft" and not adapter and migration.get("pretraining_dataset") is not None:
+        migration.config = "pretrain"
     if images:
         migration.change(
             "processor_type", f"--module {migration.module} --config {migration.config_name}"
         )
-    if method == "sft" and not adapter and migration.get("pretraining_dataset") is not None:
-        migration.config = "pretrain"
     for key in ("rl", "reward_model"):
         if migration.get(key):
             migration.change(key, f"--module {migration.module} --config {migration.config_name}")
