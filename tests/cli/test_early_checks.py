@@ -125,7 +125,7 @@ def test_wrong_data_and_functions_have_the_message_of_the_run(words, message, mo
     assert str(late.value) == str(found.value)
 
 
-def test_first_rows_of_large_and_prepared_data_are_left_to_the_run(monkeypatch):
+def test_first_rows_of_large_files_are_left_to_the_run(monkeypatch):
     Path("other.jsonl").write_text('{"a": "x"}\n')
     monkeypatch.setattr("torchtitan.components.data.sources.paths._QUICK_SIZE", 5)
     early("--dataloader.dataset=other.jsonl")
