@@ -1007,6 +1007,14 @@ def test_a_trial_waits_for_no_judge_forever(tmp_path, monkeypatch, caplog):
     assert "no verdict after 0 seconds; the run begins anyway" in caplog.text
 
 
+@pytest.mark.parametrize(("end", "is_none"), [("return score", False), ("pass", True)])
+def test_a_trial_warns_of_a_function_without_return(tmp_path, caplog, end, is_none):
+    text = f"def rated(prompt, completion, row):\n    score = len(completion)\n    {end}\n"
+    (tmp_path / "forgets.py").write_text(text)
+    try_rewards([f"{tmp_path}/forgets.py:rated"], "my.jsonl:1", "?", {}, group_size=2)
+    assert (f"{tmp_path}/forgets.py:rated: None for each completion" in caplog.text) is is_none
+
+
 def test_a_trial_in_a_loop_is_refused(tmp_path):
     """A notebook has one."""
     (tmp_path / "one.py").write_text("def one(prompt, completion, row):\n    return 1.0\n")

@@ -62,7 +62,13 @@ def try_rewards(
 async def _call(rewards: Rewards, batch: Sequence[Text]) -> None:
     try:
         async with asyncio.timeout(SECONDS):
-            await rewards.rate(*batch[0])
-            await rewards.rate_batch(batch)
+            ratings = [await rewards.rate(*batch[0]), *await rewards.rate_batch(batch)]
     except TimeoutError:  # as of a function that waits for the calls of other rollouts
         logger.warning("--rewards: no verdict after %d seconds; the run begins anyway", SECONDS)
+        return
+    if all(rating.value is None for rating in ratings):
+        logger.warning(
+            "--rewards %s: None for each completion; answers without a reward are not trained. Is "
+            "a `return` missing?",
+            " ".join(rewards.names),
+        )
