@@ -191,7 +191,8 @@ def _experts_in(choice: Mapping[str, Any], n_tokens: int, sizes: ExpertSizes, ur
             "--policy.replay_experts needs; start it with --enable-return-routed-experts"
         )
     try:
-        found = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+        data = io.BytesIO(base64.b64decode(text, validate=True))
+        found = np.lib.format.read_array(data, allow_pickle=False)
         shape, is_known = found.shape, bool((0 <= found).all() and (found < sizes.n_experts).all())
     except (TypeError, ValueError, EOFError) as error:
         raise UserError(
