@@ -267,11 +267,13 @@ def test_tasks_of_adapters(config, task, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("config", "task"), [("lora_images", "image-text-to-text"), ("lora", "text-generation")]
+    ("loader", "task"), [({"image_root": ""}, "image-text-to-text"), ({}, "text-generation")]
 )
-def test_tasks_of_adapters_for_images(config, task, run, capsys):
-    text = (run / "config.yaml").read_text().replace("config: lora", f"config: {config}")
-    (run / "config.yaml").write_text(text)
+def test_tasks_of_adapters_for_images(loader, task, run, capsys):
+    """By the loader, whatever the configuration is called."""
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    saved["dataloader"] |= loader
+    (run / "config.yaml").write_text(yaml.safe_dump(saved))
     folder = run / "checkpoint" / "step-6"
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"task_type": "CAUSAL_LM"}')

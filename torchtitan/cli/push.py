@@ -21,7 +21,6 @@ from torchtitan.tools.redact import redact
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-    from torchtitan.cli.report import RunRecord
 
 _DESCRIPTION = """Upload the model in the folder SOURCE to the repository OWNER/NAME on the Hugging
 Face Hub, in one commit: weights in Hugging Face or GGUF format or an adapter, configuration,
@@ -57,6 +56,9 @@ _TASKS = {
 
 IMAGES_AND_TEXT = "image-text-to-text"
 """The Hub's name of what models that read images do."""
+
+_OF_IMAGES = "dataloader.image_root"
+"""Option that only loaders of images have."""
 
 _SCORE = re.compile(r"\bscore\b")
 """The layer of a reward model that gives the score."""
@@ -268,15 +270,12 @@ def _card(
         said = read_object(folder / _ADAPTER[0]).get(_BASE)
         base = base or (said if is_repository(said) else None)
     record = RunRecord(run) if run else None
-    if library == "peft" and record and _trains_on_images(record) and task == "text-generation":
+    has_images = record is not None and _OF_IMAGES in record.config
+    if library == "peft" and has_images and task == "text-generation":
         task = IMAGES_AND_TEXT  # as PEFT has no type of its own for them
     title = options.repo_id.rpartition("/")[2]
     origin = {"run": record, "step": step, "base_model": base}
     return model_card(title, library, task=task, license=options.license, **origin).encode()
-
-
-def _trains_on_images(run: "RunRecord") -> bool:
-    return str(run.config.get("config")).endswith("_images")
 
 
 def _library_and_task(folder: Path, names: Sequence[str]) -> tuple[str, str | None]:
