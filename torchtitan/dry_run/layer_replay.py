@@ -216,8 +216,10 @@ class LayerReplay:
         created = self.memory.created(one.start, one.end)
         for result in results:
             memory = None if result is None else self.memory.allocation_of(result)
-            is_new = memory is not None and memory in created and type(result) is FakeTensor
-            one.results.append((like_fake_tensor(result), memory) if is_new else None)  # type: ignore[arg-type]
+            made = None
+            if result is not None and memory in created and type(result) is FakeTensor:
+                made = like_fake_tensor(result), memory
+            one.results.append(made)
         return created
 
     def _start_backward(self, computed: _Computed, gradient: Tensor) -> None:
