@@ -54,10 +54,16 @@ def searched_folder(dataset: str) -> Path | None:
 
 
 def is_quick_to_open(dataset: str) -> bool:
-    """Return whether a dataset is a folder here, or a file that is read in a moment even if its
-    format is read as a whole."""
+    """Return whether a dataset is a file, or a folder of files, that are read in a moment even if
+    their format is read as a whole. False if they cannot be listed, which opening them explains."""
     path = _path(dataset)
-    return path.is_dir() or (path.is_file() and path.stat().st_size <= _QUICK_SIZE)
+    try:
+        files = [path]
+        if path.is_dir():
+            files = [folder / name for folder, names in _folders(path) for name in names]
+        return all(file.stat().st_size <= _QUICK_SIZE for file in files)
+    except OSError:
+        return False
 
 
 def location(dataset: str) -> str:
