@@ -88,7 +88,7 @@ def train(folder: Path, data: list[str]) -> None:
 
 def best_rate(losses: list[float]) -> str:
     """Return the minimum of the parabola through the lowest loss and its neighbors, over the
-    logarithm of the rate, or that the lowest loss is that of the first or last rate."""
+    logarithm of the rate, or that the first or last rate has the lowest loss."""
     at = losses.index(min(losses))
     if at == 0:
         return f"at most {RATES[0]:g}"

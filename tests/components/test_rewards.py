@@ -654,7 +654,7 @@ def test_spellings_of_different_rationals_are_different():
 @pytest.mark.parametrize("place", ["{}", r"\boxed{{{}}}", "The answer is {}", "#### {}", "${}$"])
 def test_a_long_answer_is_not_paid_and_takes_no_process(part, place):
     number = find_reward("number")
-    repeats = 200_000 if place == "{}" else 20_000  # the time is that of reading
+    repeats = 200_000 if place == "{}" else 20_000  # reading takes the time
     text = place.format(repeats * part)
     assert number("", text, {"answer": "1"}) == 0
     check = mock.Mock(return_value=False)
@@ -802,7 +802,8 @@ def test_a_function_with_other_parameters_is_refused_before_it_is_called(paramet
 def test_a_function_that_can_be_called_is_accepted(parameters, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(f"def score({parameters}):\n    return 1.0\n")
-    Rewards([f"{file}:score"], [])
+    rating = asyncio.run(Rewards([f"{file}:score"], []).rate("", "", {}))
+    assert rating.value == 1.0
 
 
 def test_a_reference_that_is_no_number_is_named_once(caplog):

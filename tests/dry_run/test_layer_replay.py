@@ -56,7 +56,7 @@ CASES = {
     "experts": (2, ["--module", "qwen3_5", "--config", "qwen3_5_moe_debugmodel", *SEVEN_LAYERS], 4),
     # windows in every second layer, which the arguments tell
     "windows": (2, ["--module", "gemma", "--config", "gemma2_debugmodel", *SEVEN_LAYERS], 3),
-    # keys and values of the last layers that compute any, beside their results
+    # the last layers that compute keys and values also return them
     "shared keys": (
         2,
         ["--module", "gemma4", "--config", "gemma4_small_debugmodel", "--model.n_layers", "6"],

@@ -136,7 +136,7 @@ def _draw(generator: random.Random, hybrids: bool) -> Layout:
 
 
 def _draw_hybrid(generator: random.Random, degrees: Mapping[str, int]) -> dict[str, Any]:
-    """Draw a model with layers of all its kinds, and with as many heads as it has."""
+    """Draw a model with layers of all its kinds and its own number of heads."""
     has_experts = generator.choice((True, True, False))
     return {
         **(

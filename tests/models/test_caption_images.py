@@ -396,7 +396,7 @@ def test_rewards_equal_those_of_the_class(
 
 
 def test_only_the_language_model_has_4_bits(images: Any, tmp_path: Path) -> None:
-    """The first loss is that of the class, whose layers in the decoder's blocks are rounded."""
+    """The first loss equals the loss of the class with rounded layers in the decoder's blocks."""
     sizes = {"hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 64}
     folder = write_model("blip-2", tmp_path / "blip-2", **sizes)
     root, opened = images

@@ -86,7 +86,7 @@ class Recording(NamedTuple):
 
 
 class Input(NamedTuple):
-    """A message as a template gets it. Renderings of conversations share those of their common
+    """A message as a template gets it. Renderings of conversations share the inputs of their common
     messages, which must not change."""
 
     values: dict[str, object]

@@ -11,7 +11,7 @@
 | `prepare` | `torchtitan data prepare`: caches of any size, by many processes |
 | `workers`, `forks` | processes that prepare batches, and that encode rows |
 | `disk_cache`, `sequence_cache` | folders built once per host; results of a frozen model |
-| `report` | counts of rows and tokens, what was dropped and why |
+| `report` | counts of rows and tokens, and of dropped rows by reason |
 
 A sample of pre-training: `sources.rows.Part.documents` → `pretraining.token_cache` →
 `pretraining.windows.PackedDataset` → `to_batch`. A row of fine-tuning: `sources.rows.Part.rows` →

@@ -90,7 +90,7 @@ class StreamState(TypedDict):
     """See `StreamOrder`, as `first_epoch`."""
     first_epoch: int
     ended_after_epochs: int | None
-    """Epochs of a run that has read all data; None: there is more."""
+    """Epochs of a run that has read all data; None: some is left."""
     workers: State | None
     """State of the worker processes; None: the beginning."""
     weights: NotRequired[list[float]]
