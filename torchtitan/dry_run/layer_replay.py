@@ -80,9 +80,10 @@ class LayerReplay:
 
     Layers are equal if their modules have the same types, fields and shapes of parameters, and
     their arguments the same sizes. This is checked: the passes of the first and the last must
-    allocate the same memory and do the same work. A layer is always computed if a parameter or an
-    argument is a wrapper of tensors, such as a DTensor, if a part of it is sharded by itself, if a
-    parameter has a gradient already, if gradients flow to other tensors, and without gradients.
+    allocate the same memory and do the same work. What a layer between them does by its number
+    alone is not seen. A layer is always computed if a parameter or an argument is a wrapper of
+    tensors, such as a DTensor, if a part of it is sharded by itself, if a parameter has a gradient
+    already, if gradients flow to other tensors, and without gradients.
 
     Args:
         lasts: for each layer, the last one that is equal, from an earlier `LayersDiffer`; None: it
