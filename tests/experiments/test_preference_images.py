@@ -223,6 +223,22 @@ def test_the_reference_of_adapters_sees_the_images(folders: Any, data: Any, tmp_
     assert second < first
 
 
+def test_adapters_learn_from_answers_with_labels(folders: Any, data: Any, tmp_path: Path) -> None:
+    """Without a divergence between equal models, the first loss is 1 / 2."""
+    more = {
+        "config": "kto_lora_images",
+        "model__train": ABSENT,
+        "dataloader__packing": "ffd",
+        "training__steps": 2,
+        "optimizer__lr": 1e-2,
+        "lr_scheduler__warmup_steps": 0,
+    }
+    train(tmp_path, **chosen_options(folders("smolvlm")[0], data[0], **more))
+    (_, first, kl), (_, second, _) = read_metrics(tmp_path, "loss", "kl")
+    assert (first, kl) == (pytest.approx(0.5, rel=1e-6), pytest.approx(0, abs=1e-6))
+    assert second < first
+
+
 def kto_log_ratios(
     folder: Path, other: Path, sides: list[Any], images: list[Any]
 ) -> tuple[torch.Tensor, Any]:

@@ -22,7 +22,7 @@ from tests.tiny_vision import (
     vision_folder,
     write_scores,
 )
-from tests.training import flags, killed_in, read_metrics, run
+from tests.training import ABSENT, flags, killed_in, read_metrics, run
 from tests.vision_types_leading import LEADING_TYPES, PLACING_TYPES
 from torchtitan.components.generation import next_tokens
 from torchtitan.components.images.files import ImageOpener
@@ -153,6 +153,7 @@ def config_of(model: Path, data: Path, dump: Path, **options: Any) -> Any:
     changed = {name.replace("__", "."): value for name, value in options.items()}
     method = changed.get("policy.method", "grpo")
     module, config = ("ppo", "ppo_images") if method == "ppo" else ("rl", "grpo_images")
+    config = changed.pop("config", config)
     words = {
         "hf_assets_path": model,
         "dataloader.dataset": [data / "prompts.jsonl"],
@@ -161,6 +162,7 @@ def config_of(model: Path, data: Path, dump: Path, **options: Any) -> Any:
         **OPTIONS,
         **changed,
     }
+    words = {name: value for name, value in words.items() if value != ABSENT}
     parsed = ConfigManager().parse_args(["--module", module, "--config", config, *flags(words)])
     n_processes = 1
     if torch.distributed.is_initialized():
@@ -453,6 +455,28 @@ def test_other_methods(method: str, folders: Any, data: Any, tmp_path: Path) -> 
     for _, weight, grad_norm in rows:
         assert weight == pytest.approx(1, abs=1e-5)
         assert grad_norm > 0
+
+
+def test_adapters_learn_from_rewards(folders: Any, data: Any, tmp_path: Path) -> None:
+    """Sampled by the engine as the trainer computes them, before and after an update; the model
+    without adapters is the reference, from which the second step's model differs."""
+    source, *_ = data
+    options = {
+        "config": "grpo_lora_images",
+        "model__train": ABSENT,
+        "policy__beta": 0.1,
+        "optimizer__lr": 1e-2,
+        "training__steps": 2,
+        "training__epochs": None,
+    }
+    trainer = train(folders("smolvlm"), source, tmp_path, **options)
+    trained = [n for n, p in trainer.model_parts[0].named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    assert "reference" not in trainer.models
+    first, second = read_metrics(tmp_path, "importance_weight", "grad_norm", "kl")
+    assert first[1] == second[1] == pytest.approx(1, abs=1e-5)
+    assert first[2] > 0
+    assert first[3] == pytest.approx(0, abs=1e-6) and second[3] > 1e-5
 
 
 @pytest.mark.slow

@@ -54,12 +54,13 @@ def test_images_of_axolotl(text, expected, tmp_path):
     assert all(f"--config {expected[1]}" in note for note in notes)
 
 
-def test_no_adapters_of_grpo_read_images(tmp_path):
+def test_adapters_of_grpo_read_images(tmp_path):
     text = "rl: grpo\nadapter: lora\nlora_r: 8\nmicro_batch_size: 8\nprocessor_type: AutoProcessor"
     migration = of_file(tmp_path, AXOLOTL + text)
-    assert selected(migration) == ("rl", "grpo_images")
+    assert selected(migration) == ("rl", "grpo_lora_images")
     rows = {row.key: row for row in migration.rows}
-    assert rows["adapter"].note == rows["lora_r"].note == "grpo_images trains whole models"
+    assert rows["adapter"].note == "--module rl --config grpo_lora_images"
+    assert rows["lora_r"].outcome == "taken over"
 
 
 @pytest.mark.parametrize(

@@ -216,8 +216,8 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     ),
     "kto.yaml": (
         AXOLOTL + "rl: kto\nadapter: qlora\nload_in_4bit: true\nlora_r: 4\nlora_alpha: 8",
-        {"model_converters.lora.rank": None, "model_converters.lora.alpha": None},
-        {"lora_r": MISS, "lora_alpha": MISS, "adapter": MISS, "load_in_4bit": MISS},
+        {"model_converters.qlora.rank": 4, "model_converters.qlora.alpha": 8.0},
+        {"adapter": "changed", "load_in_4bit": "changed"},
     ),
     "rm.yaml": (
         FACTORY + "stage: rm\nlora_rank: 4",
@@ -367,11 +367,12 @@ def test_adapters_in_4_bits_are_named_as_in_the_file():
     assert rows["lora_r"].note == "model_converters.qlora.rank: 4"
 
 
-def test_four_bits_of_a_dpo_are_missed():
-    migration = of_command(f"trl dpo {TRL} --load_in_4bit true --use_peft")
-    assert (migration.module, migration.config) == ("preference", "dpo_lora")
-    assert outcomes(migration)["load_in_4bit"] == MISS
-    assert not any("qlora" in row.note for row in migration.rows)
+def test_four_bits_of_a_dpo_stay():
+    migration = of_command(f"trl dpo {TRL} --load_in_4bit true --use_peft --lora_r 4")
+    assert (migration.module, migration.config) == ("preference", "dpo_qlora")
+    rows = {row.key: row for row in migration.rows}
+    assert rows["load_in_4bit"].note == "--config dpo_qlora"
+    assert rows["lora_r"].note == "model_converters.qlora.rank: 4"
 
 
 @pytest.mark.parametrize(
@@ -424,8 +425,8 @@ def test_pre_training_of_llama_factory_reads_the_column_of_text(tmp_path):
 TRAINED = {
     "grpo_lora": f"trl grpo --use_peft --lora_r 4 --beta 0.1 --loss_type grpo --top_p 0.9 {TRL}",
     "reward_lora": f"trl reward --use_peft --lora_r 4 {TRL}",
-    "kto": f"trl kto --use_peft --lora_r 4 --lora_alpha 8 --beta 0.2 {TRL}",
-    "dpo_lora": f"trl dpo --use_peft --loss_type ipo --load_in_4bit true {TRL}",
+    "kto_lora": f"trl kto --use_peft --lora_r 4 --lora_alpha 8 --beta 0.2 {TRL}",
+    "dpo_qlora": f"trl dpo --use_peft --loss_type ipo --load_in_4bit true {TRL}",
 }
 
 

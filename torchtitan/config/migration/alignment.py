@@ -12,15 +12,17 @@ class _Selection(NamedTuple):
     module: str
     config: str
     adapted: str
-    """Configuration with low-rank adapters; "" for methods without one."""
+    """Configuration with low-rank adapters."""
+    in_4_bits: str
+    """Configuration with low-rank adapters on weights in 4 bits."""
 
 
 _SELECTIONS = {
-    "sft": _Selection("auto", "sft", "lora"),
-    "dpo": _Selection("preference", "dpo", "dpo_lora"),
-    "kto": _Selection("preference", "kto", ""),
-    "grpo": _Selection("rl", "grpo", "grpo_lora"),
-    "reward": _Selection("reward", "bradley_terry", "reward_lora"),
+    "sft": _Selection("auto", "sft", "lora", "qlora"),
+    "dpo": _Selection("preference", "dpo", "dpo_lora", "dpo_qlora"),
+    "kto": _Selection("preference", "kto", "kto_lora", "kto_qlora"),
+    "grpo": _Selection("rl", "grpo", "grpo_lora", "grpo_qlora"),
+    "reward": _Selection("reward", "bradley_terry", "reward_lora", "reward_qlora"),
 }
 _ADAPTER_KEYS = (
     *("lora_", "loraplus_", "peft_", "use_dora", "use_rslora"),
@@ -55,15 +57,15 @@ def select(
     in_4_bits: bool = False,
     images: bool = False,
 ) -> None:
-    """Choose the configuration of a method, and list adapters if it has none. Batches of pairs
-    count pairs there, and so are not packed here, except KTO's, which need several answers."""
+    """Choose the configuration of a method. Batches of pairs count pairs there, and so are not
+    packed here, except KTO's, which need several answers."""
     chosen = _SELECTIONS[method]
     migration.module, migration.config = chosen.module, chosen.config
     migration.reads_images = images
     if adapters:
-        migration.config = chosen.adapted or chosen.config
-        if method == "sft" and in_4_bits:
-            migration.config = "qlora"
+        # Of the methods on images, only fine-tuning has weights in 4 bits.
+        in_4_bits = in_4_bits and (method == "sft" or not images)
+        migration.config = chosen.in_4_bits if in_4_bits else chosen.adapted
     if method == "kto":
         why = (
             "KTO packs answers, so that a batch counts windows: lower --training.global_batch_size"
@@ -74,32 +76,27 @@ def select(
     if not migration.has_adapters:
         for key in migration.keys():
             if key.startswith(_ADAPTER_KEYS):
-                if adapters:
-                    migration.miss(key, f"{migration.config_name} trains whole models")
-                else:
-                    migration.drop(key, "whole models are trained")
+                migration.drop(key, "whole models are trained")
 
 
 def note_adapters(migration: Migration, key: str, *, wanted: bool) -> None:
     """Note a key that asks for adapters, after the selection."""
     if not wanted:
         migration.drop(key, "it is off")
-    elif migration.has_adapters:
-        migration.change(key, f"--module {migration.module} --config {migration.config_name}")
     else:
-        migration.miss(key, f"{migration.config_name} trains whole models")
+        migration.change(key, f"--module {migration.module} --config {migration.config_name}")
 
 
 def note_bits(migration: Migration, key: str, *, bits: int) -> None:
     """Note a key that asks for frozen weights in 4 or 8 bits (0: it is off)."""
     if not bits:
         migration.drop(key, "it is off")
-    elif bits == 4 and migration.config == "qlora":
+    elif bits == 4 and "qlora" in migration.config:
         migration.change(key, f"--config {migration.config_name}")
     elif bits == 4 or not migration.has_adapters:
         migration.miss(key, f"weights of {migration.config_name} are not kept in {bits} bits")
     else:
-        migration.miss(key, "frozen weights are kept in 16 bits, or in 4 with --config qlora")
+        migration.miss(key, "frozen weights are kept in 16 bits, or in 4 with QLoRA")
 
 
 def orpo_weight(migration: Migration, key: str) -> None:

@@ -121,7 +121,7 @@ def _select(migration: Migration) -> str:
             migration.change(key, f"--module {migration.module} --config {migration.config_name}")
         elif migration.get(key) is not None:
             migration.drop(key, "it is off")
-    if adapter == "qlora" and migration.config != "qlora":
+    if adapter == "qlora" and "qlora" not in migration.config:
         migration.miss("adapter", f"weights of {migration.config_name} are not kept in 4 bits")
     elif adapter is not None:
         alignment.note_adapters(migration, "adapter", wanted=bool(adapter))

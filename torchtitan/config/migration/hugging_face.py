@@ -369,15 +369,16 @@ def finish_adapters(migration: Migration) -> None:
     """Adapt the new head of a reward model too, and rename the options of adapters for the
     configuration that keeps the weights in 4 bits."""
     layers = migration.options.get(include := f"{_LORA}include")
-    if migration.config == "reward_lora" and layers is not None:
+    has_new_head = migration.module == "reward" and migration.has_adapters
+    if has_new_head and layers is not None:
         migration.options[include] = [*layers, r"^head\.output$"]
-    if migration.config == "reward_lora" and migration.options.get(dropout := f"{_LORA}dropout"):
+    if has_new_head and migration.options.get(dropout := f"{_LORA}dropout"):
         value = str(migration.options[dropout])
         migration.options[dropout] = 0.0
         migration.rows = [row for row in migration.rows if row.key != "lora_dropout"]
         why = "the new head takes no dropout"
         migration.rows.append(Row("lora_dropout", value, "without a counterpart", why))
-    if migration.config == "qlora":
+    if "qlora" in migration.config:
         migration.options = {
             key.replace(_LORA, "model_converters.qlora."): value
             for key, value in migration.options.items()

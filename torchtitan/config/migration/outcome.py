@@ -71,10 +71,8 @@ class Migration:
 
     @property
     def config_name(self) -> str:
-        """Name of the chosen configuration, for images if the model reads them. No configuration
-        of GRPO trains adapters on images."""
-        plain = {"grpo_lora": "grpo"}.get(self.config, self.config)
-        return f"{plain}{IMAGES}" if self.reads_images else self.config
+        """Name of the chosen configuration, for images if the model reads them."""
+        return f"{self.config}{IMAGES}" if self.reads_images else self.config
 
     def get(self, key: str, default: object = None) -> Any:
         """Return a value, and leave it to be read."""

@@ -71,7 +71,7 @@ def migrate_torchtune(migration: Migration) -> None:
         migration.config = "qlora" if in_4_bits else "lora"
     if "dpo" in loss.lower():
         migration.module = "preference"
-        migration.config = "dpo_lora" if has_adapters else "dpo"
+        migration.config = f"dpo_{migration.config}" if has_adapters else "dpo"
         migration.take("loss._component_", "loss.kind", "dpo")
         if migration.get("loss.beta") is not None:
             migration.take("loss.beta", "loss.beta", float(migration.get("loss.beta")))

@@ -6,8 +6,9 @@ from types import ModuleType
 from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.finetuning.answered_prompts import AnsweredPromptDataLoader
 from torchtitan.components.losses.distillation import DistillationLoss
+from torchtitan.components.peft import LoRA
 from torchtitan.models.auto import config_registry as auto
-from torchtitan.models.common.recipes import small_run
+from torchtitan.models.common.recipes import small_run, with_adapters
 from torchtitan.models.llama3 import FLAVORS, model_spec
 
 from .gkd import GKDTrainer
@@ -46,6 +47,11 @@ def sft(hf_assets_path: str, family: ModuleType | None = None) -> DistillationTr
     )
 
 
+def sft_lora(hf_assets_path: str, family: ModuleType | None = None) -> DistillationTrainer.Config:
+    """As `sft`, for low-rank adapters of the student."""
+    return with_adapters(sft(hf_assets_path, family), LoRA.Config())
+
+
 def sft_images(
     hf_assets_path: str, family: ModuleType | None = None
 ) -> ImageDistillationTrainer.Config:
@@ -65,6 +71,11 @@ def on_policy(hf_assets_path: str, family: ModuleType | None = None) -> OnPolicy
     )
 
 
+def on_policy_lora(hf_assets_path: str, family: ModuleType | None = None) -> OnPolicyTrainer.Config:
+    """As `on_policy`, for low-rank adapters of the student."""
+    return with_adapters(on_policy(hf_assets_path, family), LoRA.Config())
+
+
 def gkd(hf_assets_path: str, family: ModuleType | None = None) -> GKDTrainer.Config:
     """Generalized knowledge distillation on the student's own answers and the answers in the data:
     `--dataloader.dataset my.jsonl`."""
@@ -73,3 +84,8 @@ def gkd(hf_assets_path: str, family: ModuleType | None = None) -> GKDTrainer.Con
     return GKDTrainer.Config.based_on(
         auto.sft(hf_assets_path, family), loss=loss, dataloader=loader
     )
+
+
+def gkd_lora(hf_assets_path: str, family: ModuleType | None = None) -> GKDTrainer.Config:
+    """As `gkd`, for low-rank adapters of the student."""
+    return with_adapters(gkd(hf_assets_path, family), LoRA.Config())

@@ -2,6 +2,7 @@
 
 import dataclasses
 from types import ModuleType
+from typing import TypeVar
 
 from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.finetuning.preference import AnswerDataLoader, PreferenceDataLoader
@@ -11,7 +12,7 @@ from torchtitan.components.images.preference import (
 )
 from torchtitan.components.losses.preference_losses import KTOLoss, PreferenceLoss
 from torchtitan.components.optim.optimizer import Optimizer
-from torchtitan.components.peft import LoRA
+from torchtitan.components.peft import LoRA, QLoRA
 from torchtitan.models.auto.config_registry import sft, sft_images
 from torchtitan.models.common.recipes import with_adapters
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_sft
@@ -19,6 +20,8 @@ from torchtitan.trainer.reference import ReferenceConfig
 
 from .online import OnlinePreferenceTrainer
 from .trainer import KTOTrainer, PreferenceTrainer
+
+ConfigT = TypeVar("ConfigT", bound=PreferenceTrainer.Config)
 
 
 def dpo(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrainer.Config:
@@ -35,8 +38,12 @@ def dpo(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrai
 def dpo_lora(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrainer.Config:
     """Direct preference optimization of low-rank adapters; the reference is the model without
     them."""
-    config = with_adapters(dpo(hf_assets_path, family), LoRA.Config(), lr=5e-6)
-    return dataclasses.replace(config, reference=ReferenceConfig(kind="adapters_off"))
+    return _with_adapters(dpo(hf_assets_path, family), LoRA.Config())
+
+
+def dpo_qlora(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrainer.Config:
+    """As `dpo_lora`, with the base weights in few bits: as published, otherwise NF4."""
+    return _with_adapters(dpo(hf_assets_path, family), QLoRA.Config())
 
 
 def online_dpo(
@@ -48,6 +55,13 @@ def online_dpo(
         dpo(hf_assets_path, family),
         dataloader=PromptDataLoader.Config(dataset=[], too_long="error"),
     )
+
+
+def online_dpo_lora(
+    hf_assets_path: str, family: ModuleType | None = None
+) -> OnlinePreferenceTrainer.Config:
+    """As `online_dpo`, for low-rank adapters; the reference is the model without them."""
+    return _with_adapters(online_dpo(hf_assets_path, family), LoRA.Config())
 
 
 def dpo_images(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrainer.Config:
@@ -65,8 +79,7 @@ def dpo_lora_images(
     hf_assets_path: str, family: ModuleType | None = None
 ) -> PreferenceTrainer.Config:
     """As `dpo_lora`, on pairs of answers to prompts with images."""
-    config = with_adapters(dpo_images(hf_assets_path), LoRA.Config(), lr=5e-6)
-    return dataclasses.replace(config, reference=ReferenceConfig(kind="adapters_off"))
+    return _with_adapters(dpo_images(hf_assets_path), LoRA.Config())
 
 
 def ipo(hf_assets_path: str, family: ModuleType | None = None) -> PreferenceTrainer.Config:
@@ -89,6 +102,16 @@ def kto(hf_assets_path: str, family: ModuleType | None = None) -> KTOTrainer.Con
     )
 
 
+def kto_lora(hf_assets_path: str, family: ModuleType | None = None) -> KTOTrainer.Config:
+    """As `kto`, for low-rank adapters; the reference is the model without them."""
+    return _with_adapters(kto(hf_assets_path, family), LoRA.Config())
+
+
+def kto_qlora(hf_assets_path: str, family: ModuleType | None = None) -> KTOTrainer.Config:
+    """As `kto_lora`, with the base weights in few bits: as published, otherwise NF4."""
+    return _with_adapters(kto(hf_assets_path, family), QLoRA.Config())
+
+
 def kto_images(hf_assets_path: str, family: ModuleType | None = None) -> KTOTrainer.Config:
     """As `kto`, on answers to prompts with images."""
     return KTOTrainer.Config.based_on(
@@ -96,6 +119,11 @@ def kto_images(hf_assets_path: str, family: ModuleType | None = None) -> KTOTrai
         dataloader=ImageAnswerDataLoader.Config(dataset=[]),
         loss=KTOLoss.Config(),
     )
+
+
+def kto_lora_images(hf_assets_path: str, family: ModuleType | None = None) -> KTOTrainer.Config:
+    """As `kto_lora`, on answers to prompts with images."""
+    return _with_adapters(kto_images(hf_assets_path), LoRA.Config())
 
 
 def dpo_debugmodel() -> PreferenceTrainer.Config:
@@ -116,3 +144,8 @@ def kto_debugmodel() -> KTOTrainer.Config:
     """As `dpo_debugmodel`, with KTO on the same answers."""
     loader = AnswerDataLoader.Config(dataset=["preferences"], chat_template="chatml")
     return KTOTrainer.Config.based_on(dpo_debugmodel(), dataloader=loader, loss=KTOLoss.Config())
+
+
+def _with_adapters(config: ConfigT, adapters: LoRA.Config) -> ConfigT:
+    adapted = with_adapters(config, adapters, lr=5e-6)
+    return dataclasses.replace(adapted, reference=ReferenceConfig(kind="adapters_off"))

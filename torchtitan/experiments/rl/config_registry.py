@@ -7,7 +7,7 @@ from torchtitan.components.data.finetuning import prompts
 from torchtitan.components.data.plan import SuccessSampler
 from torchtitan.components.images.prompts import ImagePromptDataLoader
 from torchtitan.components.optim.optimizer import Optimizer
-from torchtitan.components.peft import LoRA
+from torchtitan.components.peft import LoRA, QLoRA
 from torchtitan.components.rollout.rollout import RolloutConfig
 from torchtitan.models.auto.config_registry import sft, sft_images
 from torchtitan.models.common.recipes import with_adapters
@@ -35,14 +35,28 @@ def grpo_curriculum(hf_assets_path: str, family: ModuleType | None = None) -> RL
 
 def grpo_lora(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Config:
     """As `grpo`, for low-rank adapters; a reference (`--policy.beta`) is the model without them."""
-    config = with_adapters(grpo(hf_assets_path, family), LoRA.Config(), lr=1e-5)
-    return dataclasses.replace(config, reference=ReferenceConfig(kind="adapters_off"))
+    return _with_adapters(grpo(hf_assets_path, family), LoRA.Config())
+
+
+def grpo_qlora(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Config:
+    """As `grpo_lora`, with the base weights in few bits: as published, otherwise NF4."""
+    return _with_adapters(grpo(hf_assets_path, family), QLoRA.Config())
 
 
 def grpo_images(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Config:
     """As `grpo`, for prompts with images and a model that `auto`'s `sft_images` computes."""
     loader = ImagePromptDataLoader.Config(dataset=[], too_long="error")
     return _grpo(sft_images(hf_assets_path), loader)
+
+
+def grpo_lora_images(hf_assets_path: str, family: ModuleType | None = None) -> RLTrainer.Config:
+    """As `grpo_lora`, for prompts with images."""
+    return _with_adapters(grpo_images(hf_assets_path), LoRA.Config())
+
+
+def _with_adapters(config: RLTrainer.Config, adapters: LoRA.Config) -> RLTrainer.Config:
+    adapted = with_adapters(config, adapters, lr=1e-5)
+    return dataclasses.replace(adapted, reference=ReferenceConfig(kind="adapters_off"))
 
 
 def _grpo(config: Trainer.Config, loader: prompts.PromptDataLoader.Config) -> RLTrainer.Config:
