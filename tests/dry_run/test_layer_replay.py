@@ -39,6 +39,7 @@ def run(options: list[str], world_size: int) -> RankReport:
 
 CASES = {
     # equal layers, and how many of them a dry run replays
+    "one process": (1, [*LLAMA, "--training.mixed_precision_param", "bfloat16"], 0),
     "none": (2, [*LLAMA, "--activation_checkpoint.mode", "none"], 5),
     "full": (2, [*LLAMA, "--activation_checkpoint.mode", "full"], 5),
     "every second": (
@@ -66,6 +67,7 @@ CASES = {
 SLOW = ("every second", "two micro-batches", "CP", "TP", "QLoRA", "experts", "shared keys")
 
 
+@pytest.mark.filterwarnings("error:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
 )

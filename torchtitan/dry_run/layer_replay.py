@@ -82,8 +82,9 @@ class LayerReplay:
     their arguments the same sizes. This is checked: the passes of the first and the last must
     allocate the same memory and do the same work. What a layer between them does by its number
     alone is not seen. A layer is always computed if a parameter or an argument is a wrapper of
-    tensors, such as a DTensor, if a part of it is sharded by itself, if a parameter has a gradient
-    already, if gradients flow to other tensors, and without gradients.
+    tensors, such as a DTensor, if a part of it is sharded by itself, if a parameter is the result
+    of another operation (as one process converts its precision) or has a gradient already, if
+    gradients flow to other tensors, and without gradients.
 
     Args:
         lasts: for each layer, the last one that is equal, from an earlier `LayersDiffer`; None: it
@@ -131,7 +132,7 @@ class LayerReplay:
         if (
             not (tensors and torch.is_grad_enabled())
             or not all(map(_is_plain, [*layer.parameters(), *given]))
-            or any(one.grad is not None for one in parameters)
+            or any(not one.is_leaf or one.grad is not None for one in parameters)
             or len(set(map(id, tensors))) < len(tensors)
         ):
             return compute(*args, **kwargs)
