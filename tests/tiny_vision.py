@@ -182,7 +182,22 @@ def vision_model(model_type: str, **text: Any) -> Any:
                 parameter.normal_(std=parameter[0].numel() ** -0.5)
             elif parameter.numel() == 1 and not parameter:  # the gate of a layer
                 parameter.fill_(0.5)
+        if model_type == "emu3":
+            _spread_codes(model.model.vqmodel)
     return model
+
+
+def _spread_codes(tokenizer: Any) -> None:
+    """Give a random tokenizer of images the features of noise as codes: all images would have one
+    code otherwise."""
+
+    def keep(quantize: Any, args: Any) -> None:
+        [features_TCHW] = args[0]
+        quantize.embedding.weight.copy_(features_TCHW[0].flatten(1).T)
+
+    hook = tokenizer.quantize.register_forward_pre_hook(keep)
+    tokenizer.encode(torch.randn(1, 3, 32, 32), torch.tensor([[32, 32]]))
+    hook.remove()
 
 
 def _sub_config(model_type: str, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,6 +329,9 @@ def reference_inputs(
     if model_type == "fuyu":
         texts = [text_of(folder, messages, **template) for messages in conversations]
         return _fuyu_inputs(folder, texts, images)
+    if model_type == "emu3":
+        texts = [text_of(folder, messages, **template) for messages in conversations]
+        return _emu3_inputs(folder, texts, images)
     call = reference_processor(model_type, folder)
     nested = [list(sample) for sample in images]
     flat: list[Any] = sum(nested, [])
@@ -424,3 +442,26 @@ def _fuyu_inputs(folder: Path, texts: Sequence[str], images: Sequence[Any]) -> d
     padded = (pad_sequence(each, batch_first=True) for each in (rows, masks))
     inputs = dict(zip(("input_ids", "attention_mask"), padded, strict=True))
     return inputs | ({"pixel_values": torch.cat(patches)} if patches else {})
+
+
+def _emu3_inputs(folder: Path, texts: Sequence[str], images: Sequence[Any]) -> dict[str, Any]:
+    """Return texts with the codes that the class gives each image alone, which are tokens. In a
+    batch with larger images, the class gives an image other codes."""
+    from torch.nn.utils.rnn import pad_sequence
+    from transformers import AutoModelForImageTextToText
+
+    call = reference_processor("emu3", folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    rows = []
+    for text, sample in zip(texts, images, strict=True):
+        inputs = dict(call(text=[text], images=list(sample) or None, return_tensors="pt"))
+        row = inputs["input_ids"][0, _TYPES["emu3"].n_before :]
+        codes = []
+        for image in sample:
+            alone = call.image_processor(image, return_tensors="pt")
+            codes.append(model.model.get_image_tokens(**alone))
+        row[row == model.config.image_token_id] = torch.cat(codes).long() if codes else row[:0]
+        rows.append(row)
+    masks = [torch.ones_like(row) for row in rows]
+    padded = (pad_sequence(each, batch_first=True) for each in (rows, masks))
+    return dict(zip(("input_ids", "attention_mask"), padded, strict=True))

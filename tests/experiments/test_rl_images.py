@@ -36,7 +36,7 @@ from torchtitan.experiments.rl.trainer import RLTrainer
 from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.tools.errors import UserError
 
-FAST, SLOW = "qwen3_vl", ("gemma3", "smolvlm", "internvl")
+FAST, SLOW = "qwen3_vl", ("gemma3", "smolvlm", "internvl", "emu3")
 NOT_EQUAL = pytest.mark.xfail(
     raises=AssertionError,
     reason="what the class computes depends on the padding, by 5e-3",
@@ -220,9 +220,10 @@ def log_probs_of(model: Any, trajectory: Trajectory, inputs: dict[str, Any]) -> 
     """Return the log-probabilities of the sampled tokens, by the class alone. `inputs` are those of
     the prompt, by its own processor."""
     n_prompt = trajectory.loss_mask.index(True)
-    assert trajectory.tokens[:n_prompt] == inputs["input_ids"][0].tolist()
+    prompt = inputs["input_ids"][0].tolist()
+    assert len(prompt) == n_prompt
     n_new = len(trajectory.tokens) - n_prompt - 1  # the last one may be of an image
-    whole = {**inputs, "input_ids": torch.tensor([trajectory.tokens[:-1]])}
+    whole = {**inputs, "input_ids": torch.tensor([[*prompt, *trajectory.tokens[n_prompt:-1]]])}
     for name, values in inputs.items():
         if name == "attention_mask" or name.endswith(("token_type_ids", "position_mask")):
             end = torch.full((1, n_new), int(name == "attention_mask"))
@@ -250,6 +251,17 @@ def prompt_inputs(model_type: str, folder: Path, conversations: Any, images: Any
     return inputs
 
 
+def row_of(tokens: list[int], prompts: list[list[int]], image_id: int | None) -> int:
+    """Return the row with a prompt. Prompts of Emu3 have the codes of images in their places."""
+
+    def fits(prompt: list[int]) -> bool:
+        pairs = zip(tokens, prompt, strict=True)
+        return all(own in (image_id, token) for own, token in pairs)
+
+    [row] = [row for row, one in enumerate(prompts) if len(one) == len(tokens) and fits(one)]
+    return row
+
+
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_step_equals_the_class(model_type: str, folders: Any, data: Any, tmp_path: Path) -> None:
     """Log-probabilities when sampled and when trained, loss and gradients, with a reference. The
@@ -267,6 +279,7 @@ def test_a_step_equals_the_class(model_type: str, folders: Any, data: Any, tmp_p
         for path in (folder, other)
     )
     inputs = prompt_inputs(model_type, folder, conversations, images)
+    of_reference = prompt_inputs(model_type, other, conversations, images)
     prompts = [each["input_ids"][0].tolist() for each in inputs]
     trajectories = [trajectory for group in trainer.groups for trajectory in group]
     rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
@@ -275,13 +288,14 @@ def test_a_step_equals_the_class(model_type: str, folders: Any, data: Any, tmp_p
     seen = set()
     for number, trajectory in enumerate(trajectories):
         start = trajectory.loss_mask.index(True)
-        row = prompts.index(trajectory.tokens[:start])
+        image_id = model.config.image_token_id if model_type == "emu3" else None
+        row = row_of(trajectory.tokens[:start], prompts, image_id)
         seen.add(row)
         expected = log_probs_of(model, trajectory, inputs[row])
         assert trajectory.logprobs[start:] == pytest.approx(expected.tolist(), abs=2e-5)
         assert trainer.old[number] == pytest.approx(expected.tolist(), abs=2e-5)
         with torch.no_grad():
-            away = log_probs_of(reference, trajectory, inputs[row]) - expected
+            away = log_probs_of(reference, trajectory, of_reference[row]) - expected
         kl = (away + expected.detach() - expected).expm1() - (away + expected.detach() - expected)
         ratio = (expected - expected.detach()).exp()
         total = total + (BETA * kl - advantages[number].float() * ratio).mean()
@@ -375,25 +389,6 @@ def test_vllm_is_refused(folders: Any, data: Any, tmp_path: Path) -> None:
     source, *_ = data
     with pytest.raises(UserError, match="--rollout.engine vllm sends token ids only"):
         config_of(folders("smolvlm"), source, tmp_path, rollout__engine="vllm")
-
-
-def test_emu3_is_refused(folders: Any, data: Any, tmp_path: Path) -> None:
-    """Its logits for a prompt change with a larger image in the batch, by its own class. The run
-    ends before the model is built."""
-    from transformers import AutoModelForImageTextToText
-
-    folder = folders("emu3")
-    source, conversations, images = data
-    with pytest.raises(UserError, match="which changes the codes of the others"):
-        config_of(folder, source, tmp_path, model__train=["language"])
-    model = AutoModelForImageTextToText.from_pretrained(folder)
-    alone = reference_inputs("emu3", folder, conversations[:1], images[:1])
-    batch = reference_inputs("emu3", folder, conversations, images)
-    n_tokens = alone["input_ids"].shape[1]
-    assert torch.equal(batch["input_ids"][:1, :n_tokens], alone["input_ids"])
-    with torch.no_grad():
-        found, expected = (model(**each).logits[0, :n_tokens] for each in (batch, alone))
-    assert (found - expected).abs().max() > 0.01 * expected.abs().max()
 
 
 REWARDS = """

@@ -235,6 +235,28 @@ def test_loss_and_gradients_equal_those_of_the_class(
         check_that_documents_see_themselves_only(model, next(trainer.dataloader))
 
 
+def test_codes_of_an_image_do_not_depend_on_others(folders: Any, data: Any) -> None:
+    """Emu3's class alone gives an image other codes in a batch with larger ones."""
+    from transformers import AutoImageProcessor
+
+    from torchtitan.models.transformers.image_codes import encode_each_image
+
+    folder = folders("emu3")
+    model = class_of_transformers(folder)
+    process = AutoImageProcessor.from_pretrained(folder)
+    images = list(itertools.chain(*data[2]))
+
+    def codes(some: list[Any]) -> list[int]:
+        found = model.model.get_image_tokens(**process(some, return_tensors="pt"))
+        return list(found.tolist())
+
+    alone = [code for image in images for code in codes([image])]
+    n_other = sum(a != b for a, b in zip(alone, codes(images), strict=True))
+    assert n_other > 10
+    encode_each_image(model)
+    assert codes(images) == alone
+
+
 @NEEDS_TIMM
 def test_statistics_of_batches_are_kept(folders: Any, data: Any, tmp_path: Path) -> None:
     """FastVLM's tower has batch normalization, whose averages a step would change."""

@@ -60,10 +60,6 @@ class BaseModel(nn.Module, Configurable):
         def check_training(self) -> None:
             """Raise `UserError` if the model can be computed, but not trained."""
 
-        def reason_against_image_rollouts(self) -> str:
-            """Return why rollouts about images cannot train the model ("": they can)."""
-            return ""
-
         @property
         def tensor_parallel_sizes(self) -> dict[str, int]:
             """Sizes that tensor parallelism splits, by field; its degree must divide each of

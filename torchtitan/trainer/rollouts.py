@@ -86,8 +86,6 @@ def check_rollouts(config: Any) -> None:
     if rollout.max_staleness:
         check_ahead(config)
     has_images = isinstance(config.dataloader, ImagePromptDataLoader.Config)
-    if has_images and (reason := config.model_spec.model.reason_against_image_rollouts()):
-        raise UserError(f"this model cannot learn from its own answers about images: {reason}")
     # whose processes of a tensor-parallel group would get different tokens
     if rollout.engine == "vllm":
         if has_images:

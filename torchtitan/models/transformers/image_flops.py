@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.models.transformers.captions import tower_of
 from torchtitan.models.transformers.description import build_class
+from torchtitan.models.transformers.image_codes import encode_each_image
 from torchtitan.models.transformers.images import (
     feature_arguments,
     feature_owner,
@@ -166,6 +167,7 @@ class ImageFlops:
         if self._plain is None:
             with torch.device("meta"):
                 self._plain = build_class(self._config, "eager").eval().requires_grad_(False)
+            encode_each_image(self._plain)
             flop_formulas()
         try:
             method = _features(self._plain)

@@ -92,16 +92,6 @@ class ClassConfig(BaseModel.Config):
         n_experts, _ = class_experts(self.document)
         return {"num_experts": n_experts} if n_experts else {}
 
-    def reason_against_image_rollouts(self) -> str:
-        # its tower also normalizes and attends over the padding of images
-        if self.document.get("model_type") != "emu3":
-            return ""
-        return (
-            "its class pads the images of a batch to the largest one, which changes the codes of "
-            "the others, so that answers would be trained with other codes than they were sampled "
-            "with"
-        )
-
     def pipeline_modules(self) -> list[str]:
         described = self.transformers_config()
         name = class_of(described)[0].__name__

@@ -32,6 +32,7 @@ from torchtitan.models.transformers.experts import fused_experts, matrices_of, s
 from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
 from torchtitan.models.transformers.head import ClassHead, OutputPlace, output_name
+from torchtitan.models.transformers.image_codes import encode_each_image
 from torchtitan.models.transformers.image_flops import ImageFlops, trace_images
 from torchtitan.models.transformers.image_packing import (
     choose_image_packing,
@@ -160,6 +161,7 @@ class TransformersModel(BaseModel):
             implementation = self.packing.implementation
         self._implementation = implementation
         self.model = build_class(described, implementation)
+        encode_each_image(self.model)
         # The class's own choice, for a tokenizer of images that is never trained; and statistics of
         # batches, which would depend on packing, ranks and recomputed layers
         self._frozen = [
