@@ -56,8 +56,6 @@ def _migrate(options: argparse.Namespace, command: Sequence[str]) -> None:
         raise UserError("name a FILE, or write a command line after --")
     if options.devices is not None and options.devices < 1:
         raise UserError(f"--devices is {options.devices}, but must be at least 1")
-    if options.out is not None and options.out.exists():
-        raise UserError(f"--out {options.out} exists; choose another name, or remove it")
     foreign = (
         read_foreign(options.file, options.kind, options.config)
         if options.file
@@ -66,6 +64,8 @@ def _migrate(options: argparse.Namespace, command: Sequence[str]) -> None:
     migration = migrated(foreign, devices=options.devices or 0, method=options.method)
     text = yaml.safe_dump(migration.document(), sort_keys=False, allow_unicode=True)
     print(presentable(_table(migration)))
+    if options.out is not None and options.out.exists():
+        raise UserError(f"--out {options.out} exists; choose another name, or remove it")
     out = options.out or Path("config.yaml")
     if options.out is None:
         print(f"\n{presentable(text)}")

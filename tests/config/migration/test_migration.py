@@ -333,7 +333,11 @@ def test_the_command_writes_a_file_and_prints_a_table(folder, tmp_path, capsys):
     for part in ("taken over (", "changed (", "not needed (", f"--config_file {out}"):
         assert part in printed
     assert out.read_text().startswith("# by torchtitan migrate, from axolotl\nmodule: auto\n")
+    before = out.read_text()
     assert main(["migrate", str(file), "--out", str(out)]) == 2
+    again = capsys.readouterr()
+    assert "taken over (" in again.out and f"--out {out} exists; choose another" in again.err
+    assert out.read_text() == before
 
 
 def test_the_import_needs_no_torch():
