@@ -18,11 +18,15 @@ from torchtitan.cli.report import RunRecord, page, sections
 from torchtitan.components.observe.run_events import read_events
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config.manager import ConfigManager
+from torchtitan.foresight import scaling
 from torchtitan.foresight.dial import FORECAST, DialTrainer, announce, cost_of, setting_of
 from torchtitan.foresight.loss_law import read_ladder
 from torchtitan.tools.errors import UserError
 
 SMALL = ["--module", "llama3", "--width_per_layer", "16"]
+VOCABULARY = 2048
+"""Tokens of the default tokenizer."""
+
 GRID = ["--sizes", "2", "1", "3", "--tokens_per_parameter", "1", "2", "3"]
 
 
@@ -151,6 +155,31 @@ def test_all_runs_have_the_window_of_the_largest_size(tmp_path, monkeypatch):
     assert windows_of() == {(256, 256)}
     assert windows_of("--forecast", "8") == {(2048, 2048)}
     assert windows_of("--forecast", "8", "--window", "512") == {(512, 512)}
+
+
+def test_an_interrupted_run_of_other_options_or_rules_is_refused(tmp_path, capsys, monkeypatch):
+    """The run has written its configuration, and has not finished."""
+    sizes = ["--sizes", "1", "--tokens_per_parameter", "2", "--optimizer.lr", "4e-3"]
+    words = ["ladder", *SMALL, *sizes, "--out", str(tmp_path / "ladder")]
+    assert main([*words, "--commands", str(tmp_path / "jobs.sh")]) == 0
+    own = shlex.split((tmp_path / "jobs.sh").read_text())[2:]
+    folder = tmp_path / "ladder" / "dial-1_tokens-2"
+    folder.mkdir(parents=True)
+    resolved = ConfigManager().parse_args(own)
+    resolved.config.model_spec.model.vocab_size = VOCABULARY  # as a run writes it
+    resolved.save(folder / "config.yaml")
+    started = []
+    monkeypatch.setattr(small_runs, "run_torchtitan", lambda words, **_: started.append(words))
+    with pytest.raises(AttributeError):  # the run has started, and the stand-in returns None
+        main(words)
+    assert started.pop()[1:] == own
+    monkeypatch.setattr(scaling, "BASE_RATE", 2 * scaling.BASE_RATE)
+    assert main(words) == 2  # --optimizer.lr is the same, and the weight decay follows the rule
+    message = "was begun with another optimizer.weight_decay"
+    assert message in capsys.readouterr().err
+    assert main([*words, "--optimizer.lr", "2e-3"]) == 2
+    assert "another optimizer.lr (0.004), and would go on with 0.002" in capsys.readouterr().err
+    assert not started
 
 
 @pytest.fixture

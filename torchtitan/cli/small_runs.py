@@ -3,13 +3,14 @@ of its own, resumable, and not repeated."""
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.cli.child import how_ended, run_torchtitan
 from torchtitan.components.observe.run_files import METRICS
+from torchtitan.config.yaml_files import read_config_file
 from torchtitan.tools import durable
 from torchtitan.tools.errors import RunFailure, UserError, os_errors_as
 from torchtitan.tools.files import json_lines, read_object
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 CHOSEN = ("--config", "--dial", "--budget", "--hours", "--dump_folder", "--config_file")
 """Options of the runs that the command sets."""
+
+DECIDING = ("model", "model_converters", "optimizer", "lr_scheduler", "training", "dataloader")
+"""Sections of a run's configuration that its loss follows from."""
 
 FINISHED = "finished.json"
 LOG = "log.txt"
@@ -37,6 +41,8 @@ class SmallRun:
     steps: int
     cost: "Cost"
     setting: "Setting"
+    sections: dict[str, Any]
+    """Its configuration, as its file has it."""
 
     @property
     def command(self) -> str:
@@ -78,11 +84,29 @@ class SmallRun:
             )
         return losses[-1]
 
+    def _check_begun(self) -> None:
+        """Raise `UserError` if an earlier part of this run had other options or rules."""
+        path = self.folder / "config.yaml"
+        if not path.exists():
+            return
+        begun = read_config_file(path, f"'{path}'")
+        for section in DECIDING:
+            theirs = dict(_values(begun.get(section), section))
+            for option, value in _values(self.sections[section], section):
+                # the run writes the vocabulary of its tokenizer, which is part of the setting
+                if option != "model.vocab_size" and theirs.get(option, value) != value:
+                    raise UserError(
+                        f"'{self.folder}' was begun with another {option} ({theirs[option]}), and "
+                        f"would go on with {value}; repeat the first command, remove the folder, "
+                        "or set another --out"
+                    )
+
     def train(self) -> int:
         """Train the run if it has not finished; return the exit code. Raise `RunFailure` if it
         fails."""
         if self.measured() is not None:
             return 0
+        self._check_begun()
         print(presentable(f"{self.command} > {self.folder / LOG}"), flush=True)
         with os_errors_as(f"--out: '{self.folder}' cannot be written", "; name another folder"):
             durable.make_folder(self.folder)
@@ -103,6 +127,15 @@ class SmallRun:
             )
         print(f"  validation loss {loss:.4f}", flush=True)
         return 0
+
+
+def _values(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Return option → value."""
+    if not isinstance(section, dict):
+        yield prefix, section
+        return
+    for key, value in section.items():
+        yield from _values(value, f"{prefix}.{key}")
 
 
 def _last_line(log: Path) -> str:
@@ -126,7 +159,8 @@ def small_run(folder: Path, own: Sequence[str], words: Sequence[str]) -> SmallRu
     tokenizer = config.tokenizer.build(path=config.hf_assets_path)
     cost = cost_of(config.resolve(tokenizer), config.devices)
     setting = setting_of(config, tokenizer)
-    return SmallRun(folder, all_words, config.training.steps, cost, setting)
+    sections = redacted(config.to_dict())
+    return SmallRun(folder, all_words, config.training.steps, cost, setting, sections)
 
 
 def configuration(words: Sequence[str]) -> Any:
