@@ -1,6 +1,7 @@
 """`torchtitan run`: run command lines as the stages of a recipe, each on the model of an earlier
 one."""
 
+import argparse
 import json
 import math
 import re
@@ -87,11 +88,18 @@ def run(args: Sequence[str]) -> int:
         metavar="H",
         help="size of a recipe whose command lines have {N*hours} (default: its `hours`)",
     )
-    options = parser.parse_args(args)
-    folder = options.folder or Path("outputs", options.recipe.stem)
-    return run_command(
-        "run", lambda: _run_stages(_read(options.recipe, folder, options.hours), folder)
+    parser.add_argument(
+        "--plan", action="store_true", help="print the command of each stage, and end"
     )
+    options = parser.parse_args(args)
+    return run_command("run", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    folder = options.folder or Path("outputs", options.recipe.stem)
+    stages = _read(options.recipe, folder, options.hours)
+    _show(stages)
+    return 0 if options.plan else _run_stages(stages, folder)
 
 
 def _read(path: Path, folder: Path, hours: float | None) -> list[_Stage]:
@@ -175,7 +183,6 @@ def _hours(path: Path, default: object, chosen: float | None) -> float | None:
 
 
 def _run_stages(stages: list[_Stage], folder: Path) -> int:
-    _show(stages)
     previous, id_of_previous = "", ""
     for stage in stages:
         own = folder / stage.name
