@@ -4,8 +4,8 @@
 #
 # Truth: in rouge-score 0.1.2, the default tokenizer lowers the text and replaces everything but ASCII letters
 #   and digits with spaces. A Russian, Greek, Hindi or Chinese text scores 0 against itself; of a mixed text,
-#   the Latin words and digits alone decide, so that a wrong answer with the right year scores 1. "café" is
-#   "caf", and -5 equals 5, as C++ equals C.
+#   the Latin words and digits alone decide, so that a wrong answer with the right year scores 1. -5 equals
+#   5, and C++ equals C.
 #
 # What a trainer must do: pass a tokenizer to `RougeScorer` for texts that are not English, also where ROUGE
 #   is a reward, and read a ROUGE of 0 in other languages as not measured.

@@ -2,24 +2,15 @@
 choice."""
 
 import functools
-import threading
-import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
+from torchtitan.tools.replaced_kernels import ReplacedKernels
 from torchtitan.tools.torch_private import onednn_linear
 
-# on purpose
-warnings.filterwarnings(
-    "ignore", message=r"Warning only once for all operators", category=UserWarning
-)
-# one for all blocks that the process is in; with it, its operations end
-_libraries: list[torch.library.Library] = []
-_entering = threading.Lock()  # threads may compute different models
 # of a sum in place, multiplied at a time, since oneDNN needs memory for them; no slower than all
 # rows
 _ROWS = 128
@@ -28,22 +19,12 @@ _ROWS = 128
 _FEWEST = 2**23
 
 
-@contextmanager
-def onednn_products() -> Iterator[None]:
+def onednn_products() -> AbstractContextManager[None]:
     """Let oneDNN compute large products of two float32 matrices on the CPU in the block, in this
     process, also of gradients, the loss and local shards. Only AMD's processors with AVX-512 do so,
     by their name alone, since MKL does not use it there; others are not measured. Other products,
     and compiled ones, stay PyTorch's."""
-    with _entering:
-        _libraries.append(_libraries[0] if _libraries else torch.library.Library("aten", "IMPL"))
-        if is_faster() and len(_libraries) == 1:
-            for name, product in (("mm", _mm), ("addmm", _addmm), ("addmm_", _addmm_)):
-                _libraries[0].impl(name, product, "CPU")
-    try:
-        yield
-    finally:
-        with _entering:
-            _libraries.pop()
+    return _products.block()
 
 
 class PassProducts:
@@ -130,3 +111,8 @@ def _addmm_(total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: floa
     for part, rows in zip(total.split(_ROWS), a.split(_ROWS), strict=True):
         part.add_(_multiply(rows, b))
     return total
+
+
+_products = ReplacedKernels(
+    lambda: {"mm": _mm, "addmm": _addmm, "addmm_": _addmm_} if is_faster() else {}
+)

@@ -179,6 +179,16 @@ def onednn_linear() -> Any:
     )
 
 
+def cpu_kernel(name: str) -> Callable[..., Any]:
+    """Return PyTorch's implementation of the operation `aten::name` for CPUs, which a replacement
+    may call. `torch.library` takes the keys of its dispatch in a private type only."""
+    import torch
+
+    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+    keys = torch._C.DispatchKeySet(torch.DispatchKey.CPU)
+    return functools.partial(kernel.call_boxed, keys)
+
+
 def attention_operations() -> list[Any]:
     """Return the attention operations, as the operators that a checkpointing policy sees."""
     import torch

@@ -51,6 +51,7 @@ from torchtitan.distributed.process_group import (
 from torchtitan.distributed.watchdog import Watchdog
 from torchtitan.protocols import BaseModel, ModelConverter, ModelSpec
 from torchtitan.protocols.conversion import convert_model
+from torchtitan.tools.cpu_sums import float32_sums
 from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import RunComplete, UserError
 from torchtitan.tools.folder_lock import FolderLock, lock_folder
@@ -647,6 +648,10 @@ class Trainer(Configurable):
             self.validate()
         with self.watchdog:
             with contextlib.ExitStack() as stack:
+                training = self.config.training
+                types = {training.dtype, training.mixed_precision_param}
+                if self.device.type == "cpu" and types != {"float32"}:
+                    stack.enter_context(float32_sums())
                 for callback in self.callbacks:
                     stack.enter_context(callback.around_run())
                 reason = self.run_steps()
