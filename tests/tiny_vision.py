@@ -105,7 +105,28 @@ def vision_folder(model_type: str, folder: Path, **text: Any) -> Path:
     _write_json(folder / "preprocessor_config.json", image_processor)
     processor = kind.arguments | {"processor_class": kind.processor}
     _write_json(folder / "processor_config.json", processor)
+    if kind.processor == "InstructBlipProcessor":
+        _write_second_tokenizer(folder / "qformer_tokenizer")
     return folder
+
+
+def _write_second_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of letters, which begins and ends each text as BERT's."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    words = [*special, *"abcdefghijklmnopqrstuvwxyz.:?"]
+    ids = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    letters = pre_tokenizers.Split("", "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), letters])
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]"}
+    settings |= {"padding_side": "left"}  # which changes the positions of shorter prompts
+    _write_json(folder / "tokenizer_config.json", settings)
 
 
 def write_scores(folder: Path) -> Path:
@@ -300,6 +321,9 @@ def reference_processor(model_type: str, folder: Path) -> Any:
         "tokenizer": AutoTokenizer.from_pretrained(folder),
         "image_processor": AutoImageProcessor.from_pretrained(folder),
     }
+    if "qformer_tokenizer" in cls.get_attributes():
+        second = AutoTokenizer.from_pretrained(folder / "qformer_tokenizer", padding_side="right")
+        parts["qformer_tokenizer"] = second
     parts |= {name: None for name in cls.get_attributes() if name not in parts}
     if kind.processor.startswith("MiniCPM"):
         parts["video_processor"] = SimpleNamespace(slice_mode=True, downsample_mode="16x")

@@ -326,7 +326,6 @@ I_TO_M_IN_ROWS = (
 """With short convolutions, linear attention, or layers that read the images of a row."""
 
 I_TO_M_REFUSED = (
-    "instructblip",
     "instructblipvideo",
     "mistral4",
 )

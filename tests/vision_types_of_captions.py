@@ -31,6 +31,24 @@ CAPTION_TYPES: dict[str, VisionType] = {
         arguments={"num_query_tokens": 4},
         projector=r"qformer\.|query_tokens$|language_projection\.",
     ),
+    "instructblip": VisionType(
+        processor="InstructBlipProcessor",
+        image_processor="BlipImageProcessor",
+        tokens={"image": "<image>", "bos_token": "<bos>"},
+        placeholder="<image>",
+        ids={"image_token_index": "<image>"},
+        text={
+            "ffn_dim": 48,
+            "word_embed_proj_dim": HIDDEN,
+            "dropout": 0.0,
+        },
+        config={
+            "qformer_config": _QFORMER | {"max_position_embeddings": 64},
+            "num_query_tokens": 4,
+        },
+        arguments={"num_query_tokens": 4},
+        projector=r"qformer\.|query_tokens$|language_projection\.",
+    ),
     "git": VisionType(
         processor="GitProcessor",
         image_processor="CLIPImageProcessor",

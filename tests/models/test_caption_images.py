@@ -42,7 +42,7 @@ PROMPTS = ["What is it?", "Question: which are they? Answer:", "a photo of"]
 ANSWERS = ["a cat and a dog", "x", "two herons."]
 END = "<|im_end|>"
 SIZES = [(40, 56), (64, 48), (20, 90)]
-FAST = ("blip-2",)
+FAST = ("blip-2", "instructblip")
 TYPES = [
     pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CAPTION_TYPES
 ]
@@ -120,7 +120,15 @@ def inputs_of(
         n_tokens = int(inputs["attention_mask"][row].sum())
         first = n_tokens - n_tokens_of(processor, text) + n_tokens_of(processor, prompt)
         labels[row, first:n_tokens] = inputs["input_ids"][row, first:n_tokens]
-    return inputs | {"labels": labels}
+    return inputs | {"labels": labels} | prompt_inputs(model_type, folder, prompts)
+
+
+def prompt_inputs(model_type: str, folder: Path, prompts: list[str]) -> dict[str, Any]:
+    """Return what the processor makes of prompts for a Q-Former that reads them with images."""
+    if model_type != "instructblip":
+        return {}
+    made = reference_processor(model_type, folder)(text=prompts, padding=True, return_tensors="pt")
+    return {name: value for name, value in made.items() if name.startswith("qformer_")}
 
 
 def n_tokens_of(processor: Any, text: str) -> int:
@@ -191,9 +199,9 @@ def test_loss_and_gradients_equal_those_of_the_class(
         assert grad_norm == pytest.approx(norm(gradients), rel=1e-5)
 
 
-def class_logits(model: Any, ids: list[int], pixel_values: torch.Tensor) -> torch.Tensor:
+def class_logits(model: Any, ids: list[int], images: dict[str, Any]) -> torch.Tensor:
     """Return the logits of tokens after an image, without those of other places."""
-    logits = model(input_ids=torch.tensor([ids]), pixel_values=pixel_values).logits
+    logits = model(input_ids=torch.tensor([ids]), **images).logits
     return logits[0, -len(ids) :]
 
 
@@ -201,15 +209,16 @@ def prompt_of(model_type: str, folder: Path, prompt: str, image: Any) -> dict[st
     """Return what the processor makes of an image and a prompt, without an end."""
     inputs = inputs_of(model_type, folder, [""], [prompt], [image])
     ids = inputs["input_ids"][0, :-1].tolist()
-    return {"ids": ids, "pixel_values": inputs["pixel_values"]}
+    seen = {"pixel_values": inputs["pixel_values"], **prompt_inputs(model_type, folder, [prompt])}
+    return {"ids": ids, "images": seen}
 
 
-def greedy(model: Any, ids: list[int], pixel_values: torch.Tensor, n_new: int) -> list[int]:
+def greedy(model: Any, ids: list[int], images: dict[str, Any], n_new: int) -> list[int]:
     """Return the most probable tokens after a prompt, by the class alone."""
     found = list(ids)
     with torch.no_grad():
         for _ in range(n_new):
-            found.append(int(class_logits(model, found, pixel_values)[-1].argmax()))
+            found.append(int(class_logits(model, found, images)[-1].argmax()))
     return found[len(ids) :]
 
 
@@ -229,7 +238,9 @@ def test_answers_equal_those_of_the_class(
     folder = folders(model_type)
     root, opened = images
     model = class_of(folder).eval()
-    prompts = [prompt_of(model_type, folder, *one) for one in zip(PROMPTS, opened, strict=True)]
+    numbers = [0, 1, 1 if model_type == "instructblip" else 2]  # each prompt shows another image
+    asked_of = [opened[number] for number in numbers]
+    prompts = [prompt_of(model_type, folder, *one) for one in zip(PROMPTS, asked_of, strict=True)]
     answers = [greedy(model, n_new=8, **prompt) for prompt in prompts]
     words = ["--checkpoint", str(folder), "--device", "cpu", "--max_new_tokens", "8"]
     asked = ["--image", str(root / "1.png"), "--prompt", PROMPTS[1], "--json"]
@@ -241,7 +252,7 @@ def test_answers_equal_those_of_the_class(
     expected = [text if text.strip() else "no" for text in [*texts[:2], "no"]]
     rows = [
         {"query": prompt, "answer": text, "image": str(root / f"{number}.png")}
-        for number, (prompt, text) in enumerate(zip(PROMPTS, expected, strict=True))
+        for number, prompt, text in zip(numbers, PROMPTS, expected, strict=True)
     ]
     questions = written(root / "questions.jsonl", rows)
     assert evaluate([*words, "--tasks", str(questions), "--batch_size", "3"]) == 0
@@ -277,7 +288,7 @@ def test_sampled_answers_have_the_probabilities_of_the_class(
         tokens = trajectory.tokens[n_images:]
         asked = [prompt["ids"] for prompt in prompts].index(tokens[: start - n_images])
         seen.add(asked)
-        logits = class_logits(model, tokens[:-1], prompts[asked]["pixel_values"])
+        logits = class_logits(model, tokens[:-1], prompts[asked]["images"])
         new = torch.tensor(trajectory.tokens[start:])
         expected = logits[start - n_images - 1 :].log_softmax(-1).gather(1, new[:, None])[:, 0]
         assert trajectory.logprobs[start:] == pytest.approx(expected.tolist(), abs=2e-5)
@@ -361,11 +372,12 @@ def test_distillation_equals_that_of_the_class(
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("model_type", FAST)
 def test_rewards_equal_those_of_the_class(
-    folders: Callable[[str], Path], images: Any, tmp_path: Path
+    model_type: str, folders: Callable[[str], Path], images: Any, tmp_path: Path
 ) -> None:
     """Of a run from a random score, and the rewards of its export."""
-    folder = write_scores(shutil.copytree(folders("blip-2"), tmp_path / "blip-2"))
+    folder = write_scores(shutil.copytree(folders(model_type), tmp_path / model_type))
     root, opened = images
     numbered = enumerate(zip(PROMPTS, ANSWERS, strict=True))
     rows: list[dict[str, Any]] = [
@@ -377,7 +389,7 @@ def test_rewards_equal_those_of_the_class(
     model = Scores(folder, AutoModelForImageTextToText).train()
     sides = []
     for answers in (ANSWERS, ["No."] * len(ANSWERS)):
-        inputs = inputs_of("blip-2", folder, PROMPTS, answers, opened)
+        inputs = inputs_of(model_type, folder, PROMPTS, answers, opened)
         del inputs["labels"]
         sides.append(model(**inputs).logits[:, 0].double())
     expected = -F.logsigmoid(sides[0] - sides[1]).mean()
@@ -450,7 +462,7 @@ def test_exports_open_with_the_same_logits(
     assert all(torch.equal(inputs[name], same[name]) for name in inputs)
     base = class_of(folder).eval()
     merged = AutoModelForImageTextToText.from_pretrained(export, dtype=torch.float32).eval()
-    inputs = {name: inputs[name] for name in ("input_ids", "attention_mask", "pixel_values")}
+    inputs = {name: value for name, value in inputs.items() if name != "token_type_ids"}
     with torch.no_grad():
         plain, of_export = base(**inputs).logits, merged(**inputs).logits
         # without peft's forward, which gives BLIP's class arguments that its tower does not take
@@ -458,6 +470,51 @@ def test_exports_open_with_the_same_logits(
         adapted = opened_in_peft.get_base_model()(**inputs).logits
     assert not torch.allclose(plain, of_export, atol=1e-2)
     torch.testing.assert_close(adapted, of_export, rtol=1e-4, atol=1e-5)
+
+
+def test_a_prompt_changes_what_the_model_sees(folders: Callable[[str], Path], images: Any) -> None:
+    """The tests above would see a Q-Former that reads no prompt, the answer too, or padding before
+    a prompt: the loss changes by more than their tolerance."""
+    folder = folders("instructblip")
+    model = class_of(folder)
+    given = inputs_of("instructblip", folder, PROMPTS, ANSWERS, images[1])
+    losses = [float(model(**given).loss.detach())]
+    whole = [f"{prompt} {answer}" for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
+    for read in ([""] * 3, whole):
+        prompts = prompt_inputs("instructblip", folder, read)
+        losses.append(float(model(**given | prompts).loss.detach()))
+    order = given["qformer_attention_mask"].argsort(stable=True)
+    rolled = {
+        name: value.gather(1, order) for name, value in given.items() if name.startswith("qformer_")
+    }
+    losses.append(float(model(**given | rolled).loss.detach()))
+    assert all(abs(other / losses[0] - 1) > 3e-5 for other in losses[1:])
+
+
+@pytest.mark.parametrize(
+    ("question", "answers", "message"),
+    [
+        ("Which?", ["x", "y"], "together with one prompt, and the conversation has 2 answers"),
+        ("Which? " * 11, ["x"], "its prompt has 68 tokens for the Q-Former, which reads 64 at"),
+    ],
+)
+def test_prompts_that_a_q_former_cannot_read_are_refused(
+    question: str,
+    answers: list[str],
+    message: str,
+    folders: Callable[[str], Path],
+    images: Any,
+    tmp_path: Path,
+) -> None:
+    parts = [{"type": "image", "image": "0.png"}, {"type": "text", "text": question}]
+    messages: list[Any] = [{"role": "user", "content": parts}]
+    messages += [{"role": "assistant", "content": answer} for answer in answers]
+    rows = written(images[0] / "prompts.jsonl", [{"messages": messages}])
+    template = tmp_path / "template.jinja"
+    template.write_text(documented_template("mask_token").replace("messages | length > 2", "false"))
+    more = {"dataloader__broken": "error", "dataloader__chat_template": str(template)}
+    with pytest.raises(UserError, match=message):
+        train(tmp_path, **options(folders("instructblip"), rows) | more)
 
 
 @pytest.mark.slow

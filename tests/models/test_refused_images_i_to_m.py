@@ -23,12 +23,6 @@ from torchtitan.tools.errors import UserError
 
 REFUSED = [
     (
-        "instructblip",
-        "InstructBlipProcessor",
-        "BlipImageProcessor",
-        "has a second tokenizer, qformer_tokenizer: what its model sees in an image depends on",
-    ),
-    (
         "instructblipvideo",
         "InstructBlipVideoProcessor",
         "BlipImageProcessor",

@@ -35,7 +35,7 @@ def encode_question(
     chat: ChatEncoder,
     tokenizer: Tokenizer,
     processor: ImageProcessor | None,
-) -> tuple[list[int], list[ImageFile]]:
+) -> tuple[list[int], Sequence[ImageFile]]:
     """Return the tokens of a question as a user's message, and its images, whose paths are relative
     to `folder`; no images without a processor. Raise `UserError` if they cannot be read."""
     row = {"query": question.query, **question.images}
@@ -43,11 +43,11 @@ def encode_question(
     try:
         sample = (reads_images(form, ImageOpener(folder)) if processor else form).convert(row)
         assert isinstance(sample, Prompt)
-        images: list[ImageFile] = sample.prompt.images
         ids = chat.encode_prompt(sample.prompt).tolist()
         if processor is None:
             return ids, []
-        return expand_prompt(processor, tokenizer, ids, images).tolist(), images
+        expanded, images = expand_prompt(processor, tokenizer, ids, sample.prompt.images)
+        return expanded.tolist(), images
     except BrokenSample as error:
         raise UserError(str(error)) from error
 

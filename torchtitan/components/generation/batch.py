@@ -26,6 +26,7 @@ from torchtitan.components.generation.kept_texts import KeptTexts, Tokens
 from torchtitan.components.generation.kv_cache import CachedAttention, KVCache
 from torchtitan.components.generation.next_tokens import LogprobsOf, NextToken, next_tokens
 from torchtitan.components.generation.row import PADDING, Row
+from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.reader import ImageReader
 from torchtitan.distributed.process_group import gather_objects
 from torchtitan.protocols.attention import AttentionMetadata
@@ -238,13 +239,13 @@ class Batch:
 
     def _decode_images(self, chosen: Sequence[Row]) -> None:
         """Decode the images of rows, once for each prompt. The files may have changed."""
-        decoded = {}
+        decoded: dict[ImageFile, Any] = {}
         try:
             for row in chosen:
                 for image in row.images:
-                    if image.digest not in decoded:
-                        decoded[image.digest] = image.decode()
-                row.decoded = [decoded[image.digest] for image in row.images]
+                    if image not in decoded:
+                        decoded[image] = image.decode()
+                row.decoded = [decoded[image] for image in row.images]
         except Exception as error:  # of this process alone
             self.fail(error)
 

@@ -78,8 +78,12 @@ class ImageEncoder(ConversationEncoder):
     def _try_expand(
         self, sample: Sample, rows: Sequence[EncodedRow]
     ) -> list[EncodedRow] | BrokenSample:
-        images = sample.images if isinstance(sample, Conversation | Text) else []
+        images: Sequence[ImageFile] = []
+        if isinstance(sample, Conversation | Text):
+            images = sample.images
         try:
+            if isinstance(sample, Conversation):
+                images = self._with_prompt(sample, images)
             parts = self._tokens.expand_samples([row.parts[0] for row in rows], images)
         except BrokenSample as error:
             return error
@@ -87,6 +91,23 @@ class ImageEncoder(ConversationEncoder):
             EncodedRow((part,), images=[image.to_json() for image in images[:n]])
             for part, n in parts
         ]
+
+    def _with_prompt(
+        self, sample: Conversation, images: Sequence[ImageFile]
+    ) -> Sequence[ImageFile]:
+        """Return the images with the prompt, if the class reads it together with them. Raise
+        `BrokenSample` for several answers, which have several prompts."""
+        if not images or not self._processor.form.reads_prompts:
+            return images
+        roles = [message["role"] for message in sample.messages]
+        if roles.count("assistant") != 1 or roles[-1] != "assistant":
+            raise BrokenSample(
+                "this model reads an image together with one prompt, and the conversation has "
+                f"{roles.count('assistant')} answers; write a row for each, at its end"
+            )
+        prompt = Conversation(sample.messages[:-1], sample.tools, options=sample.options)
+        ids = self._chat.encode_prompt(prompt).tolist()
+        return self._processor.form.with_prompt(images, ids)
 
 
 def _has_places(sample: Sample) -> bool:
@@ -220,8 +241,9 @@ def expand_prompt(
     tokenizer: Tokenizer,
     ids: Sequence[int],
     images: Sequence[ImageFile],
-) -> np.ndarray:
-    """Return the ids of a rendered prompt with the tokens of its images, int64 (n,).
+) -> tuple[np.ndarray, Sequence[ImageFile]]:
+    """Return the ids of a rendered prompt with the tokens of its images, int64 (n,), and the
+    images, with the prompt if the class reads it together with them.
 
     Raises:
         UserError: if the chat template did not write a placeholder for each image, or wrote them in
@@ -237,7 +259,7 @@ def expand_prompt(
     sizes = [(image.width, image.height) for image in images]
     expanded, _ = ImageTokens(processor, tokenizer).expand(rendered, sizes)
     processor.form.check(expanded, None)
-    return expanded
+    return expanded, processor.form.with_prompt(images, ids)
 
 
 def encode_prompt(
@@ -247,7 +269,7 @@ def encode_prompt(
     images: Sequence[ImageFile],
 ) -> tuple[list[int], ImageInputs]:
     """Return the result of `expand_prompt`, and the images. Raise its errors."""
-    expanded = expand_prompt(processor, tokenizer, ids, images)
+    expanded, images = expand_prompt(processor, tokenizer, ids, images)
     decoded = [image.decode() for image in images]
     inputs = ImageReader(processor).inputs([decoded], torch.from_numpy(expanded)[None])
     return expanded.tolist(), inputs

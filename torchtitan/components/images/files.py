@@ -50,6 +50,10 @@ _BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
 
 _BLANKS = re.compile(r"\s+")
 
+PROMPT = "torchtitan.prompt"
+"""Key of the prompt in `Image.info`, Pillow's dictionary of what belongs to an image. Files of some
+image generators have a `prompt` of their own there."""
+
 
 class ImageFile(NamedTuple):
     """Encoded image of a row."""
@@ -63,6 +67,9 @@ class ImageFile(NamedTuple):
     width: int
     """Pixels of the image that `decode` returns."""
     height: int
+    prompt: str = ""
+    """Text that the model reads together with the image, such as a question, if its class does so;
+    see `ImageForm.with_prompt`."""
 
     def to_json(self) -> dict[str, object]:
         """Return a value for JSON, with the content in base64."""
@@ -74,8 +81,8 @@ class ImageFile(NamedTuple):
         return cls(**{**value, "content": base64.b64decode(value["content"])})
 
     def decode(self) -> "Image.Image":
-        """Return the image in RGB, see `decoded`. Raise `UserError` if its file was changed or
-        removed since its row was read."""
+        """Return the image in RGB, see `decoded`, with its prompt, if it has one, at `PROMPT` in
+        `info`. Raise `UserError` if its file was changed or removed since its row was read."""
         content = self.content
         if self.path:
             try:
@@ -91,9 +98,12 @@ class ImageFile(NamedTuple):
                 f"restore it, {_OR_AGAIN}"
             )
         try:
-            return decoded(content)
+            image = decoded(content)
         except BrokenSample as error:  # by another version of Pillow
             raise UserError(f"the image {self.path or 'of a row'}: {error}; replace it") from error
+        if self.prompt:
+            image.info[PROMPT] = self.prompt
+        return image
 
 
 _OR_AGAIN = "or set another --dataloader.cache_dir to tokenize the rows again"

@@ -27,5 +27,5 @@ def image_keys(processor: ImageProcessor, windows: Windows, tokens_BL: Tensor) -
 def _key(processor: ImageProcessor, sample: EncodedRow) -> int:
     if not sample.images:
         return 0
-    digests = [image["digest"] for image in sample.images]
+    digests = [image["digest"] + image.get("prompt", "") for image in sample.images]
     return int(digest_of([processor.fingerprint, digests]), 16) % 2**_BITS

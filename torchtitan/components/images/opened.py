@@ -40,8 +40,10 @@ class ClassTokenizer(Protocol):
     bos_token: str
     bos_token_id: int | None
     mask_token: str | None
+    backend_tokenizer: Any
+    """The tokenizer of the library `tokenizers`."""
 
-    def __call__(self, text: Sequence[str], **options: object) -> Outputs: ...
+    def __call__(self, text: str | Sequence[str], **options: object) -> Outputs: ...
 
     def convert_ids_to_tokens(self, ids: int) -> str: ...
 
@@ -51,6 +53,8 @@ class ClassProcessor(Protocol):
 
     image_processor: Callable[..., Outputs]
     tokenizer: ClassTokenizer
+    qformer_tokenizer: ClassTokenizer
+    """Tokenizer of InstructBLIP's Q-Former."""
     image_token_ids: Sequence[int | None]
     """Ids of the tokens that it writes for images."""
     return_mm_token_type_ids: bool

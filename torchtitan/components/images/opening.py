@@ -104,22 +104,12 @@ def _processor_class(folder: Path) -> "type[ProcessorMixin]":
         raise UserError(
             f"'{folder}' names the processor_class {names[0]!r}, which transformers does not have"
         )
-    _check_parts(cls)
-    if names[0] in _UNFIT:
-        raise UserError(f"'{folder}': {names[0]} {_UNFIT[names[0]]}; train a model of another type")
-    return cls
-
-
-def _check_parts(cls: "type[ProcessorMixin]") -> None:
-    """Raise `UserError` if a class does not read images, or images together with their text."""
     parts = cls.get_attributes()
     if "image_processor" not in parts:
         raise UserError(f"{cls.__name__} reads no images; its parts are {', '.join(parts)}")
-    if others := [name for name in parts if name.endswith("_tokenizer")]:
-        raise UserError(
-            f"{cls.__name__} has a second tokenizer, {others[0]}: what its model sees in an image "
-            "depends on the text next to it, which is not supported; train a model of another type"
-        )
+    if names[0] in _UNFIT:
+        raise UserError(f"'{folder}': {names[0]} {_UNFIT[names[0]]}; train a model of another type")
+    return cls
 
 
 def pixtral_class() -> "type[ProcessorMixin]":
@@ -155,6 +145,11 @@ def open_processor(folder: Path, back_end: BackEnd) -> ClassProcessor:
                 folder, backend=backend, **options
             ),
             "tokenizer": AutoTokenizer.from_pretrained(folder, **options),
+        }
+        parts |= {
+            name: AutoTokenizer.from_pretrained(folder / name, **options)
+            for name in cls.get_attributes()
+            if name.endswith("_tokenizer")
         }
         _skip_package_of_videos(cls)
         changes = [CHANGES[cls.__name__]] if cls.__name__ in CHANGES else []

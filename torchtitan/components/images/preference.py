@@ -1,7 +1,7 @@
 """Data loaders for answers to prompts with images: pairs, also for reward models, and single
 answers with labels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -52,8 +52,11 @@ class ImagePairEncoder(PairEncoder):
 
     def encode(self, sample: Sample) -> EncodedRow:
         assert isinstance(sample, Pair)
-        images = sample.prompt.images
+        images: Sequence[ImageFile] = sample.prompt.images
         encoded = super().encode(sample)
+        form = self._processor.form
+        if images and form.reads_prompts:
+            images = form.with_prompt(images, self._chat.encode_prompt(sample.prompt).tolist())
         present = [part for part in encoded.parts if len(part.ids)]
         expanded = self._tokens.expand_samples(present, images)
         if any(n < len(images) for _, n in expanded):

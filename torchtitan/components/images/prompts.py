@@ -45,9 +45,10 @@ class ImagePromptEncoder(PromptRowEncoder):
     def encode(self, sample: Sample) -> EncodedRow:
         assert isinstance(sample, Prompt)
         row = super().encode(sample)
-        images = sample.prompt.images
         try:
-            ids = expand_prompt(self._processor, self._tokenizer, row.ids.tolist(), images)
+            ids, images = expand_prompt(
+                self._processor, self._tokenizer, row.ids.tolist(), sample.prompt.images
+            )
         except UserError as error:  # such as sizes that the processor refuses
             raise BrokenSample(str(error)) from error
         part = EncodedSample(ids, np.zeros(len(ids), bool))

@@ -46,6 +46,11 @@ FILES = (
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
+    "qformer_tokenizer/tokenizer.json",
+    "qformer_tokenizer/tokenizer_config.json",
+    "qformer_tokenizer/special_tokens_map.json",
+    "qformer_tokenizer/added_tokens.json",
+    "qformer_tokenizer/vocab.txt",
 )
 """Files next to a model's weights that are copied unchanged between checkpoints."""
 
@@ -165,16 +170,19 @@ def files_in(folder: Path | None) -> dict[str, AssetFile]:
     vocabulary = tokenizer_file(folder)
     if vocabulary and vocabulary.name not in names:
         names.append(vocabulary.name)
-    files = [file_to_copy(folder, name) for name in names]
-    for file in files:
+    files: dict[str, AssetFile] = {}
+    for name in names:
+        file = file_to_copy(folder, name)
         if file.suffix == ".json":
             read_object(file)
-    return {file.name: file for file in files}
+        files[name] = file
+    return files
 
 
 def write_files(folder: Path, files: Mapping[str, AssetFile]) -> None:
     """Copy or write `files` (name → file or content) into `folder`."""
     for name, file in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         if isinstance(file, bytes):
             (folder / name).write_bytes(file)
         else:

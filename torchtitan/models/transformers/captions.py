@@ -1,6 +1,6 @@
 """Classes that read one image before each text: each row of tokens needs one.
 
-Source: transformers 5.23.0, models/blip, models/blip_2 and models/git.
+Source: transformers 5.23.0, models/blip, models/blip_2, models/instructblip and models/git.
 """
 
 import functools
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-_TYPES = ("blip", "blip-2", "git")
+_TYPES = ("blip", "blip-2", "git", "instructblip")
+
+_OF_IMAGES = ("pixel_values", "qformer_input_ids", "qformer_attention_mask")
+"""Names of the arguments of such classes with a row for each image. InstructBLIP's Q-Former reads
+the prompt, too."""
 
 
 def reads_captions(config: "PretrainedConfig") -> bool:
@@ -46,7 +50,9 @@ def text_alone_refusal(config: "PretrainedConfig") -> str:
 def language_side(model: "PreTrainedModel") -> Any:
     """Return the part of a class that computes text without images: the class, or its language
     model."""
-    return model.get_decoder() if needs_images(model.config) else model
+    if not needs_images(model.config):
+        return model
+    return getattr(model, "language_model", model.get_decoder())  # InstructBLIP's has no head
 
 
 def taken(model: "PreTrainedModel") -> set[str]:
@@ -62,7 +68,10 @@ def blank_image(model: "PreTrainedModel") -> dict[str, Tensor]:
     if not reads_captions(model.config):
         return {}
     size = model.config.vision_config.image_size
-    return {"pixel_values": torch.zeros(1, 3, size, size)}
+    images = {"pixel_values": torch.zeros(1, 3, size, size)}
+    if model.config.model_type == "instructblip":
+        images["qformer_input_ids"] = torch.zeros(1, 1, dtype=torch.long)
+    return images
 
 
 def caption_inputs(model: "PreTrainedModel", inputs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -71,14 +80,18 @@ def caption_inputs(model: "PreTrainedModel", inputs: Mapping[str, Any]) -> dict[
     one of zeros. Nothing for other classes."""
     if not reads_captions(model.config):
         return {}
-    pixels, mask_NM = inputs["pixel_values"], inputs["attention_mask"]
+    mask_NM = inputs["attention_mask"]
     # a row without text keeps one token
     places_R = (mask_NM.sum(1) > 1).nonzero().flatten()
     if not len(places_R):
         places_R = torch.zeros(1, dtype=torch.long, device=mask_NM.device)
-    assert len(places_R) == len(pixels), "each text has one image"
-    rows = pixels.new_zeros(len(mask_NM), *pixels.shape[1:]).index_copy(0, places_R, pixels)
-    return {"pixel_values": rows, **without_image(model, inputs["input_ids"], mask_NM)}
+    rows = {}
+    for name in _OF_IMAGES:
+        if (images := inputs.get(name)) is not None:
+            assert len(places_R) == len(images), "each text has one image"
+            empty = images.new_zeros(len(mask_NM), *images.shape[1:])
+            rows[name] = empty.index_copy(0, places_R, images)
+    return {**rows, **without_image(model, inputs["input_ids"], mask_NM)}
 
 
 def without_image(model: "PreTrainedModel", ids_NM: Tensor, mask_NM: Tensor) -> dict[str, Tensor]:

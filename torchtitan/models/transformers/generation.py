@@ -89,7 +89,7 @@ class ClassCache(KVCache):
         if self._images is not None and self._tokens_BL is None:
             inputs = {**self._images, "input_ids": all_BS, "attention_mask": mask_BS}
             if rows := caption_inputs(model, inputs):  # also of rows that end later
-                self._images = {**self._images, "pixel_values": rows["pixel_values"]}
+                self._images = {name: rows.get(name, x) for name, x in self._images.items()}
         known_BS = all_BS
         if self._images is not None:
             all_BS, mask_BS = without_image(model, all_BS, mask_BS).values()

@@ -156,7 +156,7 @@ class ImageFlops:
         return forward + 4.0 * sum(one.numel() for one in matrices) * images.n_tokens
 
     def _forward(self, images: ImageInputs) -> float:
-        key = tuple((name, _sizes(images.tensors[name])) for name in sorted(images.tensors))
+        key = tuple((name, _sizes(name, images.tensors[name])) for name in sorted(images.tensors))
         if key not in self._counts:
             if len(self._counts) == _MOST_COUNTS:
                 self._counts.clear()
@@ -183,7 +183,8 @@ class ImageFlops:
             return 0.0
 
 
-def _sizes(tensor: Tensor) -> object:
-    """Return what the operations depend on: the shape of pixels, and the values of sizes."""
-    is_pixels = tensor.is_floating_point() or tensor.numel() > 4096
-    return tuple(tensor.shape) if is_pixels else tuple(tensor.flatten().tolist())
+def _sizes(name: str, tensor: Tensor) -> object:
+    """Return what the operations depend on: the shape of pixels and prompts, and the values of
+    sizes."""
+    is_content = tensor.is_floating_point() or tensor.numel() > 4096 or name.endswith("input_ids")
+    return tuple(tensor.shape) if is_content else tuple(tensor.flatten().tolist())

@@ -10,11 +10,13 @@ from torchtitan.components.images.forms.plain import (
     WrittenForm,
 )
 from torchtitan.components.images.forms.prefix import PrefixForm
+from torchtitan.components.images.forms.prompted import PromptedForm
 from torchtitan.components.images.forms.rows import RowsForm
 
 FORMS: tuple[type[ImageForm], ...] = (
     LeadingForm,
     CaptionForm,
+    PromptedForm,
     RowsForm,
     WrittenForm,
     JoinedForm,

@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from torchtitan.components.data.pretraining.token_cache import document_wrapping
+from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.opened import Opened, Samples, Size
 from torchtitan.tools.errors import UserError
 
@@ -53,6 +54,8 @@ class ImageForm(Protocol):
 
     names: ClassVar[Collection[str]] = ()
     """Classes of processors that have this form."""
+    reads_prompts: ClassVar[bool] = False
+    """True if the class reads the prompt together with an image, see `with_prompt`."""
 
     @classmethod
     def find(cls, opened: Opened) -> Self | None:
@@ -84,6 +87,17 @@ class ImageForm(Protocol):
     def inputs(self, images: Samples) -> dict[str, Tensor]:
         """Return the arguments of the class for the images of each sample of a batch, at least one
         of which has images."""
+
+    def with_prompt(self, images: Sequence[ImageFile], ids: Sequence[int]) -> Sequence[ImageFile]:
+        """Return the images of a sample with its prompt, if the class reads it together with them.
+
+        Args:
+            ids: token ids of the prompt with placeholders.
+
+        Raises:
+            BrokenSample: if the class cannot read the prompt.
+        """
+        return images
 
     def read(self, text: str, sizes: Sequence[Size], first: int) -> list[int]:
         """Return the token ids of a part of a sample with images of `sizes`. The ids of the part's
