@@ -138,6 +138,21 @@ ROWS = {
         answered(text("Look: "), IMAGE),
         [2],
     ),
+    "several files of datasets": (
+        {"images_file_names": ["b.png", "a.png"], "question": "What?", "answer": "yes"},
+        answered(IMAGE, IMAGE, text("What?")),
+        [2, 1],
+    ),
+    "the file of another column of datasets": (
+        {"mask_file_name": "a.png", "file_name": "b.png", "question": "What?", "answer": "yes"},
+        ONE,
+        [2],
+    ),
+    "lists of images": (
+        {"images": [["a.png", "b.png"], ["c.png"]], "question": "What?", "answer": "yes"},
+        answered(IMAGE, IMAGE, IMAGE, text("What?")),
+        [1, 2, 3],
+    ),
     "the name of a file besides an image": (
         {"messages": answered(IMAGE, text("What?")), "images": ["b.png"], "file_name": "a.png"},
         ONE,
@@ -537,6 +552,10 @@ REFUSED = {
     "two columns": (
         {"prompt": "What?", "response": "x", "image": "a.png", "images": ["a.png"]},
         "images in both columns image and images; keep one",
+    ),
+    "two files of datasets": (
+        {"old_file_name": "a.png", "new_file_name": "b.png", "question": "a", "answer": "b"},
+        "both columns old_file_name and new_file_name; name one of them with --dataloader.columns",
     ),
     "no user": (
         {"messages": [{"role": "assistant", "content": "x"}], "image": "a.png"},

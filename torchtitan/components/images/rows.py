@@ -53,8 +53,9 @@ _PLACES = re.compile(f"{_OPENING}([0-9]{{1,9}}){_CLOSING}|{MARK}")
 _CONTENTS = ("content", "value", "output", "result")
 """Keys of turns, and of results of tools in their parts, whose value may be a list of parts."""
 
-_FILE = "file_name"
-"""Column of `datasets` with the file of an image, in the `metadata.jsonl` of its folder."""
+_FILE, _FILES = "file_name", ("_file_name", "_file_names")
+"""Column of `datasets` with the file of an image, in the `metadata.jsonl` of its folder, and ends
+of the names of others."""
 
 _OF_REJECTED = "rejected_images"
 """Column of ms-swift with the images of the rejected answer."""
@@ -288,10 +289,28 @@ def _marked_row(
     }
     if answers:
         _add_common(images, *of_answers.values())
-    if not (filled or named or any(images.of_parts)) and _names_image(row.get(_FILE)):
-        images.of_column = [row[_FILE]]
+    if not (filled or named or any(images.of_parts)):
+        images.of_column = _named_files(row)
     images.of_column = [one for one in images.of_column if _name_of(one) not in images.named]
     return marked
+
+
+def _named_files(row: Mapping[str, object]) -> list[object]:
+    """Return the names of image files in a row of `datasets`. Raise `BrokenSample` if several
+    columns have some, and none of them is the column of its image."""
+    if _names_image(row.get(_FILE)):
+        return [row[_FILE]]
+    found = {
+        column: _listed(cell)
+        for column, cell in row.items()
+        if column.endswith(_FILES) and is_filled(cell) and all(map(_names_image, _listed(cell)))
+    }
+    if len(found) > 1:
+        raise BrokenSample(
+            f"it has images in both columns {' and '.join(found)}; name one of them with "
+            "--dataloader.columns images=COLUMN"
+        )
+    return next(iter(found.values()), [])
 
 
 def _names_image(cell: object) -> bool:
@@ -318,11 +337,12 @@ def _add_common(images: _Images, chosen: _Images, rejected: _Images) -> None:
 
 
 def _listed(cell: object) -> list[Any]:
-    """Return the images of a cell: a list, one image, or the JSON text of these in a table."""
+    """Return the images of a cell: a list, also of lists, one image, or the JSON text of these in a
+    table."""
     if isinstance(cell, str) and cell.lstrip().startswith(("[", "{")):
         with suppress(BrokenSample):  # the name of a file
             cell = from_json(cell, "images")
-    return cell if isinstance(cell, list) else [cell]
+    return [one for each in cell for one in _listed(each)] if isinstance(cell, list) else [cell]
 
 
 def _marked_turns(images: _Images, value: object, may_be_text: bool) -> Any:
