@@ -2,9 +2,9 @@
 
     python benchmarks/few_bits.py [--n_experts 128] [--size 768]
 
-A random gpt-oss of two layers is written in MXFP4, for the family here, and a random Qwen3-MoE in
-FP8, for its class in transformers. `CONFIG=qlora` and `CONFIG=lora` dry-run a step of one window of
-128 tokens, then take two, in processes of their own.
+A random gpt-oss of two layers is written in MXFP4, for the family here and for its class in
+transformers, and a random Qwen3-MoE in FP8, for its class. `CONFIG=qlora` and `CONFIG=lora` dry-run
+a step of one window of 128 tokens, then take two, in processes of their own.
 """
 
 import argparse
@@ -75,13 +75,16 @@ def fp8(name: str, experts: Tensor) -> dict[str, Tensor]:
     return tensors
 
 
-MODELS = {"auto": (gpt_oss, mxfp4, "mxfp4"), "transformers": (qwen3_moe, fp8, "fp8")}
-"""Module → configuration of its model, form of the experts, and its name in config.json."""
+MODELS = {"gpt-oss": (gpt_oss, mxfp4, "mxfp4"), "Qwen3-MoE": (qwen3_moe, fp8, "fp8")}
+"""Model → its configuration, form of the experts, and its name in config.json."""
+
+RUNS = (("gpt-oss", "auto"), ("gpt-oss", "transformers"), ("Qwen3-MoE", "transformers"))
+"""Models and modules."""
 
 
-def write_folder(folder: Path, module: str, n_experts: int, size: int) -> None:
+def write_folder(folder: Path, model_name: str, n_experts: int, size: int) -> None:
     """Write a random model with experts in few bits, its tokenizer, and conversations."""
-    describe, quantize, method = MODELS[module]
+    describe, quantize, method = MODELS[model_name]
     config = describe(
         n_experts,
         vocab_size=2048,
@@ -129,16 +132,16 @@ def main() -> None:
     parser.add_argument("--n_experts", type=int, default=128)
     parser.add_argument("--size", type=int, default=768)
     options = parser.parse_args()
-    print("| module | run | weights, MiB | peak of a step, MiB | peak of the process, GiB |")
-    for module in MODELS:
-        compare(module, options.n_experts, options.size)
+    print("| model | module | run | weights, MiB | step, MiB | process, GiB |")
+    for model_name, module in RUNS:
+        compare(model_name, module, options.n_experts, options.size)
 
 
-def compare(module: str, n_experts: int, size: int) -> None:
+def compare(model_name: str, module: str, n_experts: int, size: int) -> None:
     """Print a row for each run."""
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
-        write_folder(folder, module, n_experts, size)
+        write_folder(folder, model_name, n_experts, size)
         for name in ("lora", "qlora"):
             dump_folder = folder / name
             train(module, name, folder, dump_folder, COMM_MODE="fake_backend")
@@ -147,7 +150,7 @@ def compare(module: str, n_experts: int, size: int) -> None:
             lines = (dump_folder / "metrics.jsonl").read_text().splitlines()
             peak = max(json.loads(line).get("memory_gib", 0) for line in lines)
             weights, step = rank["parameter_bytes"] / MIB, rank["peak_bytes"] / MIB
-            print(f"| {module} | {name} | {weights:.0f} | {step:.0f} | {peak:.2f} |")
+            print(f"| {model_name} | {module} | {name} | {weights:.0f} | {step:.0f} | {peak:.2f} |")
 
 
 if __name__ == "__main__":

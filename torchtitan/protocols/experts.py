@@ -31,6 +31,10 @@ class StackedExperts(nn.Module):
     matrices: Collection[str] = ()
     """Parameters (experts, …, outputs, inputs) that `product` multiplies with rows."""
 
+    is_transposed: bool = False
+    """True if the `matrices` are (experts, inputs, outputs), as some classes of transformers store
+    them."""
+
     hidden_dims: Mapping[str, int | None] = {}
     """Parameter → its dimension over the experts' width, which expert tensor parallelism splits;
     None: every rank has the whole parameter. Parameters not listed are biases of results: each rank
@@ -53,7 +57,9 @@ class StackedExperts(nn.Module):
     def product(self, rows_RI: Tensor, name: str, ends_E: Tensor) -> Tensor:
         """Return the products of rows, in the order of experts, with the matrices `name` of their
         experts: (R, inputs) → (R, outputs). `ends_E`: end of each expert's rows, int32."""
-        return F.grouped_mm(rows_RI, getattr(self, name).flatten(1, -2).mT, offs=ends_E)
+        weight = getattr(self, name)
+        matrices = weight if self.is_transposed else weight.flatten(1, -2).mT
+        return F.grouped_mm(rows_RI, matrices, offs=ends_E)
 
     @abstractmethod
     def forward(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from tests.equivalence.workers import Workers  # noqa: E402
 from tests.models.transformers.model_types import tiny_model  # noqa: E402
 from tests.models.transformers.test_weights import make_random, open_weights  # noqa: E402
 from torchtitan.components.peft import LoRA  # noqa: E402
+from torchtitan.components.quantization.narrow import MXFP8  # noqa: E402
 from torchtitan.config import ParallelismConfig  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed.expert_parallel import apply_expert_parallel  # noqa: E402
@@ -50,12 +51,21 @@ def test_the_number_of_experts_must_be_divisible() -> None:
         dims.check_fits(tiny_model("mixtral"), 63)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_products_of_transposed_experts_stay_wide() -> None:
+    with torch.device("meta"):
+        model = tiny_model("gpt_oss").build()
+    model.stacked_experts()
+    selected = MXFP8.Config(emulate=True, min_features=0).build().select(model)
+    assert selected and not any("experts" in name for name in selected)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "llama4_text"])
 def test_frozen_experts_have_the_type_of_products(model_type: str) -> None:
-    """As frozen linear layers do; gpt-oss's class stores its experts transposed."""
+    """As frozen linear layers do; the classes of gpt-oss and Llama 4 store experts transposed."""
     with torch.device("meta"):
         model = tiny_model(model_type).build()
-    convert_model(model, [LoRA.Config(rank=2).build()], frozen_dtype=torch.bfloat16)
+    lora = LoRA.Config(rank=2, include=["q_proj"])
+    convert_model(model, [lora.build()], frozen_dtype=torch.bfloat16)
     found = {
         name.rpartition(".")[2]: parameter.dtype
         for name, parameter in model.named_parameters()

@@ -396,15 +396,13 @@ class QLoRA(LoRA):
                     mark_converted(layer, self.config)
                     kept.append(name)
                 wide += [f"{name}.{matrix}" for matrix in layer.matrices if matrix not in forms]
-                wide += [] if layer.matrices else [name]
             elif isinstance(layer, nn.Linear) and forms and self.config.forms:
                 layer.requires_grad_(False)
                 model.set_submodule(name, PackedLinear(layer, forms["weight"]), strict=True)
                 kept.append(name)
         if wide and self.config.base == "nf4":
             logger.info(
-                "qlora: not in NF4, which needs a row for each output, of a multiple of %d inputs: "
-                "%s",
+                "qlora: not in NF4, which needs a multiple of %d inputs: %s",
                 *(nf4.BLOCK_SIZE, ", ".join(without_numbers(wide))),
             )
         return kept
@@ -424,7 +422,7 @@ class QLoRA(LoRA):
         """Return the form of a matrix of experts; None: it stays wide."""
         if self.config.base != "nf4":
             return forms_of(self.config.forms, f"{name}.{matrix}")
-        n_inputs = layer.get_parameter(matrix).shape[-1]
+        n_inputs = layer.get_parameter(matrix).shape[-2 if layer.is_transposed else -1]
         return None if n_inputs % nf4.BLOCK_SIZE else nf4.FORM
 
     def convert_layer(self, name: str, layer: nn.Module) -> nn.Module:

@@ -106,6 +106,7 @@ def adapt_experts(
 
     `ranks` and `scalings` have an entry for each of the `matrices`; those in `forms` are kept in
     few bits."""
+    assert not experts.is_transposed
     experts.requires_grad_(False)
     starts, split_dims = dict[str, Initializer](), dict[str, int | None]()
     plain = {name: experts.get_parameter(name) for name in experts.matrices}

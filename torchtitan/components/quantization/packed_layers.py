@@ -40,6 +40,9 @@ class PackedLayer(ConvertedModule):
     """Parameter → its form."""
     prefixes: Mapping[str, str] = {}
     """Parameter → prefix of its parts' names."""
+    is_transposed: bool = False
+    """True if the plain parameters are (…, in, out); their parts have a row for each output, as of
+    any weight."""
 
     def keep_packed(
         self, name: str, prefix: str, plain: Tensor, start: Initializer | None, form: FewBits
@@ -49,20 +52,17 @@ class PackedLayer(ConvertedModule):
         self.forms = {**self.forms, name: form}
         self.prefixes = {**self.prefixes, name: prefix}
         starts: dict[str, Initializer] = {}
-        shapes = {part: form.part_shape(part, plain.shape) for part in form.parts}
+        by_rows = plain.mT if self.is_transposed else plain
+        shapes = {part: form.part_shape(part, by_rows.shape) for part in form.parts}
         for part, shape in shapes.items():
+            pack = partial(_packed_part, form, part, self.is_transposed)
             if form == nf4.FORM:
-                values = getattr(nf4.pack(plain), part)
-                rows = DerivedRows(name, plain.shape, start, partial(_quantized_part, part))
+                values = getattr(nf4.pack(by_rows), part)
+                rows = DerivedRows(name, plain.shape, start, pack)
             else:
                 values = plain.new_empty(shape, dtype=torch.uint8)
                 rows = DerivedRows(
-                    name,
-                    plain.shape,
-                    Constant(0.0),
-                    partial(form.pack_part, part),
-                    part=part,
-                    form=form.text,
+                    name, plain.shape, Constant(0.0), pack, part=part, form=form.text
                 )
             self.register_parameter(f"{prefix}{part}", nn.Parameter(values, requires_grad=False))
             starts[f"{prefix}{part}"] = rows
@@ -105,6 +105,8 @@ class PackedLayer(ConvertedModule):
             name: unpack(form, [own[part] for part in names[name]], torch.float32)
             for name, form in self.forms.items()
         }
+        if self.is_transposed:
+            plain = {name: values.mT for name, values in plain.items()}
         return {**{name: own[name] for name in own if name not in taken}, **plain}
 
     def plain_state(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -172,6 +174,7 @@ def pack_experts(experts: StackedExperts, forms: Mapping[str, FewBits]) -> None:
     split_dims = dict(experts.hidden_dims)
     for name, form in forms.items():
         plain, hidden_dim = weights[name], split_dims.pop(name)
+        assert hidden_dim is None or not experts.is_transposed
         delattr(experts, name)
         for part in experts.keep_packed(name, f"{name}_", plain, starts.get(name), form):
             is_whole = hidden_dim == plain.ndim - 1 and not form.follows_inputs(
@@ -305,8 +308,13 @@ def compiled_unpack(form: FewBits) -> Callable[..., Tensor]:
     )
 
 
-def _quantized_part(part: str, rows: Tensor) -> Tensor:
-    tensor: Tensor = getattr(nf4.pack(rows), part)
+def _packed_part(form: FewBits, part: str, is_transposed: bool, plain: Tensor) -> Tensor:
+    """Return a part of a weight, from its values for our NF4, otherwise from the part of the
+    checkpoint's (`TensorSource.of_part`)."""
+    rows = plain.mT if is_transposed else plain
+    tensor: Tensor = (
+        getattr(nf4.pack(rows), part) if form == nf4.FORM else form.pack_part(part, rows)
+    )
     return tensor
 
 

@@ -47,6 +47,8 @@ class NarrowConverter(LayerConverter):
         return True
 
     def reason_to_skip(self, name: str, layer: nn.Module) -> str:
+        if isinstance(layer, StackedExperts) and layer.is_transposed:
+            return "weights without a row for each output"
         if any(side % self.alignment for side in sides_of(layer)):
             return f"inputs or outputs not a multiple of {self.alignment}"
         config = self.config

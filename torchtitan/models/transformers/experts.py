@@ -81,14 +81,32 @@ class ClassExperts(StackedExperts):
         return out + getattr(self, f"{name}_bias")[pairs.expert_R] if self.has_bias else out
 
 
+class EvenExperts(StackedExperts):
+    """Mixin before Llama 4's experts, which get the rows of all tokens each, so that they may be
+    kept in few bits."""
+
+    own_forward: Callable[..., Tensor]
+    act_fn: Callable[..., Tensor]
+
+    def forward(self, rows_RD: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the results of rows, in the order of experts."""
+        if not self.calls_product:
+            return type(self).own_forward(self, rows_RD)
+        n_rows = len(rows_RD) // self.n_local
+        ends_E = n_rows * torch.arange(1, self.n_local + 1, device=rows_RD.device)
+        first, last = self.matrices
+        gate_RH, up_RH = self.product(rows_RD, first, ends_E.int()).chunk(2, dim=-1)
+        return self.product(up_RH * self.act_fn(gate_RH), last, ends_E.int())
+
+
 def matrices_of(experts: Any) -> tuple[str, str]:
     """Return the parameters before and after the activation."""
-    return ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+    return ("gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj", "down_proj")
 
 
 @functools.cache
-def _with_class(kind: type[nn.Module]) -> type[ClassExperts]:
-    return type(kind.__name__, (ClassExperts, kind), {"own_forward": kind.forward})
+def _with_class(mixin: type[StackedExperts], kind: type[nn.Module]) -> type[StackedExperts]:
+    return type(kind.__name__, (mixin, kind), {"own_forward": kind.forward})
 
 
 def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -100,19 +118,35 @@ def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def even_experts(model: nn.Module) -> list[nn.Module]:
+    """Return Llama 4's experts, each layer's, which the interface of experts does not compute."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, EvenExperts) or type(module).__name__ == "Llama4TextExperts"
+    ]
+
+
 def stack_experts(model: nn.Module) -> list[StackedExperts]:
-    """Make a class's fused experts `StackedExperts`, in place, and return them."""
+    """Make a class's experts `StackedExperts`, in place, and return those that ranks may divide."""
     for name, module in fused_experts(model).items():
         if not isinstance(module, ClassExperts):
-            module.__class__ = _with_class(type(module))  # type: ignore[arg-type]
-            assert isinstance(module, ClassExperts)
+            _stack(module, ClassExperts)
             module.n_experts = module.num_experts
-            # Rows in few bits are outputs, which transposed matrices do not have as rows.
-            module.matrices = () if module.is_transposed else matrices_of(module)
-            module.hidden_dims = dict.fromkeys(module.matrices)
             # Compiled blocks run the module around them uncompiled, since its sizes change.
             model.get_submodule(name.rpartition(".")[0]).is_compiled = False  # type: ignore[assignment]
+    for module in even_experts(model):
+        if not isinstance(module, EvenExperts):
+            _stack(module, EvenExperts)
+            module.is_transposed = True  # type: ignore[assignment]
     return [module for module in model.modules() if isinstance(module, ClassExperts)]
+
+
+def _stack(module: nn.Module, mixin: type[StackedExperts]) -> None:
+    module.__class__ = _with_class(mixin, type(module))  # type: ignore[arg-type]
+    assert isinstance(module, StackedExperts)
+    module.matrices = matrices_of(module)
+    module.hidden_dims = dict.fromkeys(module.matrices)
 
 
 @trial

@@ -28,7 +28,12 @@ from torchtitan.models.transformers.captions import (
 from torchtitan.models.transformers.context import ClassAttention
 from torchtitan.models.transformers.cross_attention import cross_attention_layers
 from torchtitan.models.transformers.description import build_class, class_of
-from torchtitan.models.transformers.experts import fused_experts, matrices_of, stack_experts
+from torchtitan.models.transformers.experts import (
+    even_experts,
+    fused_experts,
+    matrices_of,
+    stack_experts,
+)
 from torchtitan.models.transformers.flops import forward_flops, with_backward
 from torchtitan.models.transformers.generation import ClassCache, NextTokens, has_cache
 from torchtitan.models.transformers.head import ClassHead, OutputPlace, output_name
@@ -286,7 +291,8 @@ class TransformersModel(BaseModel):
         return stack_experts(self.model)
 
     def expert_matrices(self) -> list[tuple[nn.Module, Collection[str]]]:
-        return [(each, matrices_of(each)) for each in fused_experts(self.model).values()]
+        layers = [*fused_experts(self.model).values(), *even_experts(self.model)]
+        return [(each, matrices_of(each)) for each in layers]
 
     def units(self) -> list[nn.Module]:
         embedding = [self.model.get_input_embeddings()]

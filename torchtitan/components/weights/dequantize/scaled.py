@@ -62,8 +62,11 @@ class _ScaledWeight(QuantizedWeight):
 
     @property
     def kept(self) -> FewBits | str:
-        inputs = self.shape[-1]
-        group = kept_group(self.steps[-1], inputs) if self.steps else 0
+        inputs, step = self.shape[-1], self.steps[-1] if self.steps else 0
+        # Stacked matrices may be (experts, inputs, outputs), with a scale for each output.
+        if step == 1 and len(self.shape) > 2 and self.steps[-2] == self.shape[-2]:
+            inputs, step = self.shape[-2], self.steps[-2]
+        group = kept_group(step, inputs) if self.steps else 0
         if group == 1:
             return "each of its inputs has its own scale"
         if inputs % 8:
