@@ -23,7 +23,8 @@ from torchtitan.tools.errors import UserError  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    "model_type", ["mixtral", "qwen3_moe", "gpt_oss", "nemotron_h", "deepseek_v3", "lfm2_moe"]
+    "model_type",
+    ["mixtral", "qwen3_moe", "gpt_oss", "nemotron_h", "deepseek_v3", "lfm2_moe", "step3p7"],
 )
 def test_a_trial_shows_that_experts_can_be_divided(model_type: str) -> None:
     config = tiny_model(model_type)

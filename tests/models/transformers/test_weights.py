@@ -18,7 +18,7 @@ from torchtitan.components.peft import LoRA
 from torchtitan.components.peft.adapter_files import AdapterSource, write_adapter
 from torchtitan.components.weights import TensorSource, open_source, pretrained
 from torchtitan.components.weights.export import export_checkpoint
-from torchtitan.models.pretrained import spec_of
+from torchtitan.models.pretrained import load_model, spec_of
 from torchtitan.protocols import ModelSpec
 from torchtitan.protocols.state_dict_adapter import Identity
 from torchtitan.tools.errors import UserError
@@ -130,6 +130,39 @@ def test_conversions_take_the_experts_of_one_layer(tmp_path):
             if step.transform != Identity()
         )
         assert groups == [(1, n_experts)] * 2 + [(1, 2 * n_experts)] * 2
+
+
+def test_longcat_has_the_experts_of_its_published_files(tmp_path):
+    """Transformers allocates, writes and wants matrices also for experts that return their input,
+    which published files do not have."""
+    reference = make_random("longcat_flash")
+    reference.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / WEIGHTS)
+    unread = re.compile(r"experts\.[4-7]\.(gate|up)_proj")
+    published = {name: weight for name, weight in weights.items() if not unread.search(name)}
+    assert len(weights) == len(published) + 2 * 4 * reference.config.num_layers
+
+    with torch.no_grad():
+        expected = reference(TOKENS, use_cache=False).logits
+    for name, tensors in (("whole", weights), ("published", published)):
+        save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
+        spec, source = open_weights(tmp_path)
+        sizes = {key: value.numel() for key, value in published.items() if "bias" not in key}
+        assert spec.model.build().num_parameters() == sum(sizes.values())
+        model = load_model(tmp_path, device="cpu", family=family).model
+        with torch.no_grad():
+            # another attention, summed in another order
+            torch.testing.assert_close(model(TOKENS), expected, rtol=0, atol=1e-6)
+        (tmp_path / name).mkdir()
+        export_checkpoint(tmp_path / name, "hf", spec, source, tmp_path)
+        written = load_file(tmp_path / name / WEIGHTS)
+        assert written.keys() == published.keys()
+        # transformers reads no other files than its own
+        filler = {name: torch.zeros_like(weights[name]) for name in weights.keys() - written.keys()}
+        save_file(written | filler, tmp_path / name / WEIGHTS, {"format": "pt"})
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        with torch.no_grad():
+            assert torch.equal(again(TOKENS, use_cache=False).logits, expected)
 
 
 # --- other names that transformers reads

@@ -260,7 +260,18 @@ def build_class(config: object, implementation: str | dict[str, str] | None = No
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     if decoder is not None and model.get_output_embeddings() is None:  # such as BLIP's
         model.get_output_embeddings = decoder.get_output_embeddings
+    _drop_unread_experts(model)
     return model
+
+
+def _drop_unread_experts(model: torch.nn.Module) -> None:
+    """Drop what LongCat's class has, but nothing reads and published files do not have: rows of
+    gate_up_proj for experts that return their input, a quarter of all parameters."""
+    for experts in model.modules():
+        if getattr(experts, "zero_expert_num", 0) and experts.gate_up_proj is not None:
+            n_read = len(experts.get_parameter("down_proj"))
+            read = experts.get_parameter("gate_up_proj").detach()[:n_read]
+            experts.gate_up_proj = torch.nn.Parameter(read.clone())
 
 
 def written_document(config: PretrainedConfig, class_name: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Expert parallelism and few bits for classes of transformers with fused experts: those that
-transformers lets compute with other kernels, whose parameters have the experts as dimension 0."""
+"""Expert parallelism and few bits for classes of transformers with fused experts, whose parameters
+have the experts as dimension 0: those that transformers lets compute with other kernels, and others
+that compute the same."""
 
 import functools
 import math
@@ -41,9 +42,9 @@ class ClassExperts(StackedExperts):
 
     own_forward: Callable[..., Tensor]
 
-    has_gate: bool
-    has_bias: bool
-    has_post_expert_norm: bool
+    has_gate: bool = True
+    has_bias: bool = False
+    has_post_expert_norm: bool = False
     act_fn: Callable[..., Tensor]
     post_expert_norm: Callable[..., Tensor]
     _apply_gate: Callable[..., Tensor]
@@ -114,7 +115,7 @@ def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if hasattr(module, "has_gate") and hasattr(module, "num_experts")
+        if hasattr(module, "_apply_gate") and hasattr(module, "num_experts")
     }
 
 

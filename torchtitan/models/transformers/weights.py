@@ -4,6 +4,7 @@ transformers (`transformers.conversion_mapping`) convert between them, one group
 time, such as the experts of one layer."""
 
 import functools
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from torchtitan.protocols.tensor_source import TensorSpec
 from torchtitan.tools.errors import UserError, summarize_names
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def adapter(config: TransformersModel.Config) -> "TransformersAdapter":
@@ -193,9 +194,9 @@ class TransformersAdapter(StateDictAdapter):
 
     def match(self, external: Mapping[str, TensorSpec]) -> Match:
         """Return how to read a checkpoint. Raise `UserError` if it has a tensor twice."""
-        groups = _group(
-            self._class, external, get_model_conversion_mapping(self._class), self._original
-        )
+        read = [name for name in external if not _is_unread(self._class.config, name)]
+        rules = get_model_conversion_mapping(self._class)
+        groups = _group(self._class, read, rules, self._original)
         unknown = {key: groups.pop(key).inputs for key in groups.keys() - self._original.keys()}
         if self._replaced:  # the output layer of a language model has become a score
             unknown = {k: names for k, names in unknown.items() if not k.startswith(self._replaced)}
@@ -256,6 +257,14 @@ class TransformersAdapter(StateDictAdapter):
         # of too many experts
         check_shapes((name, shape, internal[name].shape) for name, shape in found.items())
         return match
+
+
+def _is_unread(config: "PretrainedConfig", name: str) -> bool:
+    """Return whether a tensor belongs to an expert of LongCat that returns its input, for which
+    transformers writes matrices that nothing reads."""
+    expert = re.search(r"\.experts\.(\d+)\.(gate|up)_proj\.weight$", name)
+    is_mixed = bool(getattr(config, "zero_expert_num", 0))
+    return is_mixed and expert is not None and int(expert[1]) >= config.n_routed_experts
 
 
 def _group(
