@@ -138,6 +138,7 @@ def grpo(migration: Migration, prefix: str = "") -> int:
     _length(migration, prefix)
     _sampling(migration, prefix)
     _updates(migration, prefix)
+    _rewards(migration, prefix)
     return size
 
 
@@ -219,8 +220,6 @@ def _sampling(migration: Migration, prefix: str) -> None:
             migration.drop(key, "all tokens, the default")
         else:
             migration.take(key, f"rollout.{name}")
-    if (weights := migration.get(key := f"{prefix}reward_weights")) is not None:
-        migration.take(key, "reward_weights", [float(weight) for weight in as_list(weights)])
 
 
 def _updates(migration: Migration, prefix: str) -> None:
@@ -235,5 +234,35 @@ def _updates(migration: Migration, prefix: str) -> None:
         migration.miss(key, "start a server, and set --rollout.engine vllm")
     elif migration.get(key) is not None:
         migration.drop(key, "the embedded engine is the default")
-    if migration.get(key := f"{prefix}reward_funcs") is not None:
-        migration.miss(key, "write a function: --rewards my_rewards.py:score")
+    for name in ("vllm_server_host", "vllm_server_port", "vllm_server_base_url"):
+        if migration.get(key := f"{prefix}{name}") is not None:
+            migration.miss(key, "the address of the server: --rollout.url http://HOST:PORT")
+
+
+_REWARDS = {
+    "accuracy_reward": "math",
+    "think_format_reward": r"pattern=\A<think>(?!.*<think>).*?</think>",
+}
+"""Reward of TRL → ours."""
+
+
+def _rewards(migration: Migration, prefix: str) -> None:
+    """Set TRL's own rewards by our names. Functions of the user have other parameters here."""
+    key, key_of_weights = f"{prefix}reward_funcs", f"{prefix}reward_weights"
+    names = [str(name) for name in as_list(migration.get(key) or [])]
+    plain = [name.removeprefix("trl.rewards.") for name in names]
+    weights = migration.get(key_of_weights)
+    if names and {*plain} <= _REWARDS.keys():
+        why = "math reads the column answer or solution, and needs the extra math"
+        ours = [_REWARDS[name] for name in plain]
+        migration.take(key, "rewards", ours, why if "math" in ours else "")
+        if weights is not None:
+            numbers = [float(weight) for weight in as_list(weights)]
+            migration.take(key_of_weights, "reward_weights", numbers)
+        return
+    if names:
+        known = [f"{name} is {_REWARDS[name]} here" for name in plain if name in _REWARDS]
+        why = "a function of prompt, completion and row: --rewards my_rewards.py:score"
+        migration.miss(key, "; ".join([*known, why]))
+    if weights is not None:
+        migration.miss(key_of_weights, "one for each of --rewards: --reward_weights")

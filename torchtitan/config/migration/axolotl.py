@@ -1,10 +1,11 @@
 """Files of axolotl. Names and defaults come from its configuration reference."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torchtitan.config.migration import alignment, hugging_face
 from torchtitan.config.migration.outcome import (
     Migration,
+    Row,
     Rule,
     as_list,
     missing,
@@ -44,6 +45,7 @@ _FIELDS = {
     "field_chosen": "chosen",
     "field_rejected": "rejected",
     "field": "text",
+    "text_column": "text",
 }
 _OF_DATASET = ("path", "name", "revision", "split", "type", "data_files", "ds_type")
 _HARMLESS = (
@@ -61,6 +63,8 @@ _HARMLESS = (
 
 def migrate_axolotl(migration: Migration) -> None:
     """Read a file of axolotl."""
+    for key in ("datasets", "pretraining_dataset"):
+        _gather(migration, key)
     method = _select(migration)
     migration.use_model("base_model", str(migration.get("revision_of_model") or ""))
     if migration.get("revision_of_model") is not None:
@@ -155,10 +159,17 @@ def _data(migration: Migration) -> None:
     if not key:
         raise UserError("the file has neither datasets nor pretraining_dataset")
     sets = migration.get(key)
-    sets = [{"path": sets}] if isinstance(sets, str) else list(sets)
+    sets = [sets] if isinstance(sets, (str, Mapping)) else list(sets)
     sets = [{"path": one} if isinstance(one, str) else dict(one) for one in sets]
+    if unread := [one for one in sets if _kind(one) == "input_output"]:
+        raise UserError(
+            f"type input_output of {unread[0].get('path')}: segments are not read; write each row "
+            "as prompt and completion, and migrate it without this type"
+        )
     names = [name for one in sets for name in _names(migration, one)]
     columns = sorted({column for one in sets for column in _columns(one)})
+    if migration.config == "pretrain":
+        columns = _text_column(migration, sets)
     unread = sorted(
         {field for one in sets for field in one}
         - set(_OF_DATASET)
@@ -177,6 +188,8 @@ def _data(migration: Migration) -> None:
     if migration.config == "pretrain":
         migration.drop("sample_packing", "documents always fill windows")
         return
+    for one in sets:
+        _list_prompt(migration, one)
     _template(migration, [_kind(one) for one in sets])
     is_packed = bool(migration.get("sample_packing"))
     if migration.module == "auto":
@@ -191,6 +204,37 @@ def _data(migration: Migration) -> None:
     elif migration.get("train_on_inputs") is not None:
         value = "all" if migration.get("train_on_inputs") else "assistant"
         migration.take("train_on_inputs", "dataloader.train_on", value)
+
+
+def _gather(migration: Migration, key: str) -> None:
+    """Make one value of a dataset that is written as a mapping, whose keys are read alone."""
+    prefix = f"{key}."
+    if found := [name for name in migration.keys() if name.startswith(prefix)]:
+        migration.gather(key, {name.removeprefix(prefix): migration.get(name) for name in found})
+
+
+def _text_column(migration: Migration, sets: Sequence[Mapping[str, object]]) -> list[str]:
+    """Read the column of pre-training's text, which is no list of columns."""
+    named = {one.get("text_column") or one.get("field") or "text" for one in sets}
+    if len(named) == 1:
+        migration.set(dataloader__text_column=str(*named))
+    else:
+        why = "one column has the text; rename them in the files to the same"
+        listed = ", ".join(sorted(map(str, named)))
+        migration.list_row(Row("text columns", listed, "without a counterpart", why))
+    return []
+
+
+def _list_prompt(migration: Migration, dataset: Mapping[str, object]) -> None:
+    """List a prompt that is written in place, which the template replaces."""
+    kind = dataset.get("type")
+    parts = ("format", "no_input_format", "system_prompt", "system_format")
+    written = [part for part in parts if isinstance(kind, Mapping) and kind.get(part)]
+    if written:
+        why = "the template writes the prompt; write yours to a file: --dataloader.chat_template"
+        listed = ", ".join(written)
+        label = f"type of {dataset.get('path')}"
+        migration.list_row(Row(label, listed, "without a counterpart", why))
 
 
 def _kind(dataset: Mapping[str, object]) -> str:
@@ -220,6 +264,9 @@ def _columns(dataset: Mapping[str, object]) -> list[str]:
 
 def _template(migration: Migration, kinds: list[str]) -> None:
     name = migration.get("chat_template")
+    of_pairs = {kind.partition(".")[0] for kind in kinds}  # as in chatml.intel
+    if name is None and len(of_pairs) == 1 and (named := of_pairs & {"chatml", "llama3"}):
+        migration.default("chat_template", name := named.pop())
     instructs = [kind for kind in kinds if kind.startswith("alpaca")]
     if name is None and instructs:
         migration.default("chat_template", "alpaca")
@@ -236,7 +283,7 @@ def _template(migration: Migration, kinds: list[str]) -> None:
     elif name is None:
         return
     elif name in _TEMPLATES:
-        migration.take("chat_template", "dataloader.chat_template")
+        hugging_face.built_in_template(migration, "chat_template", str(name))
     elif str(name).startswith("mistral"):
         migration.take("chat_template", "dataloader.chat_template", "mistral")
     elif name in _OWN_TEMPLATE:
@@ -324,6 +371,11 @@ def _too_long(migration: Migration, key: str) -> None:
         migration.take(key, "dataloader.too_long", "truncate_right")
     else:
         migration.miss(key, "longer samples are not cut at the end; see --dataloader.too_long")
+
+
+def _tokens(migration: Migration, key: str) -> None:
+    added = hugging_face.add_tokens(migration, as_list(migration.get(key)))
+    migration.take(key, "tokenizer.added_tokens", added)
 
 
 _ATTENTION = unneeded("attention of a packed window is exact without an option")
@@ -422,7 +474,7 @@ RULES: Mapping[str, Rule] = {
     "liger_fused_linear_cross_entropy": _FASTER,
     "cut_cross_entropy": _FASTER,
     "chunked_cross_entropy": _FASTER,
-    "skip_prepare_dataset": unneeded("images are read as they are trained"),
+    "skip_prepare_dataset": unneeded("rows are read as they are trained"),
     "strict": unneeded("unknown options are always refused"),
     "debug": unneeded("it is off"),
     "local_rank": unneeded("the launcher sets it"),
@@ -436,6 +488,6 @@ RULES: Mapping[str, Rule] = {
     "special_tokens.eos_token": missing("the tokenizer's folder names it"),
     "special_tokens.bos_token": unneeded("the tokenizer's folder names it"),
     "special_tokens.unk_token": unneeded("the tokenizer's folder names it"),
-    "tokens": to("tokenizer.added_tokens"),
+    "tokens": _tokens,
     "noisy_embedding_alpha": missing("no noise on embeddings"),
 }

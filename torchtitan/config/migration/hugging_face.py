@@ -283,6 +283,28 @@ def target_modules(migration: Migration, key: str) -> None:
         migration.take(key, "model_converters.lora.include", [str(name) for name in names])
 
 
+_CHATML = ("<|im_start|>", "<|im_end|>")
+
+
+def built_in_template(migration: Migration, key: str, name: str) -> None:
+    """Write conversations with a built-in template. The tokens of chatml are added to vocabularies
+    that lack them, as most of the models that it is chosen for do."""
+    why = ""
+    if name == "chatml":
+        add_tokens(migration, _CHATML)
+        why = f"{' and '.join(_CHATML)} are added to a vocabulary that lacks them"
+        why += "; adapters leave their embeddings as they are" * migration.has_adapters
+    migration.take(key, "dataloader.chat_template", name, why)
+
+
+def add_tokens(migration: Migration, tokens: Sequence[str]) -> list[str]:
+    """Add tokens to the vocabulary, and return all that are added."""
+    before = migration.options.get("tokenizer.added_tokens", [])
+    added = list(dict.fromkeys([*before, *tokens]))
+    migration.set(tokenizer__added_tokens=added)
+    return added
+
+
 def streaming(migration: Migration, key: str) -> None:
     if migration.get(key):
         migration.take(key, "dataloader.stream", "all")
@@ -297,6 +319,10 @@ def learning_rate(migration: Migration, key: str) -> None:
 SHARDING = "FSDP shards the weights over all processes by default (NGPU=8)"
 _KERNELS = "attention, norms and losses need no option here"
 _HUB = "`torchtitan push` publishes a model"
+WHOLE_LAYERS = (
+    "no layer is trained whole next to adapters; where the head is not tied to the embedding, "
+    "adapt both: name them in --model_converters.lora.include, after the layers that are adapted"
+)
 
 RULES: Mapping[str, Rule] = {
     "learning_rate": learning_rate,
@@ -356,13 +382,27 @@ RULES: Mapping[str, Rule] = {
     "lora_dropout": to("model_converters.lora.dropout", float),
     "use_dora": to("model_converters.lora.dora"),
     "use_rslora": to("model_converters.lora.rslora"),
-    "lora_modules_to_save": missing("adapt them with --model_converters.lora.include"),
+    "lora_modules_to_save": missing(WHOLE_LAYERS),
     "lora_task_type": unneeded("a language model"),
 }
 """Keys that need only themselves."""
 
 
 _LORA = "model_converters.lora."
+_OUTSIDE_BLOCKS = {"lm_head", "embed_tokens"}
+
+
+def _drop_dropout(migration: Migration) -> None:
+    """Train adapters without dropout, which those of the head and the embedding cannot have."""
+    option = f"{_LORA}dropout"
+    if not (value := migration.options.get(option)):
+        return
+    migration.options[option] = 0.0
+    of_dropout = [row for row in migration.rows if row.note.startswith(f"{option}:")]
+    migration.rows = [row for row in migration.rows if row not in of_dropout]
+    key = of_dropout[0].key if of_dropout else "lora_dropout (default)"
+    why = "adapters of the head and the embedding take no dropout, and so the others get none"
+    migration.rows.append(Row(key, str(value), "without a counterpart", why))
 
 
 def finish_adapters(migration: Migration) -> None:
@@ -372,12 +412,8 @@ def finish_adapters(migration: Migration) -> None:
     has_new_head = migration.module == "reward" and migration.has_adapters
     if has_new_head and layers is not None:
         migration.options[include] = [*layers, r"^head\.output$"]
-    if has_new_head and migration.options.get(dropout := f"{_LORA}dropout"):
-        value = str(migration.options[dropout])
-        migration.options[dropout] = 0.0
-        migration.rows = [row for row in migration.rows if row.key != "lora_dropout"]
-        why = "the new head takes no dropout"
-        migration.rows.append(Row("lora_dropout", value, "without a counterpart", why))
+    if has_new_head or _OUTSIDE_BLOCKS & {*(layers or [])}:
+        _drop_dropout(migration)
     if "qlora" in migration.config:
         migration.options = {
             key.replace(_LORA, "model_converters.qlora."): value

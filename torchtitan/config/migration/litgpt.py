@@ -44,6 +44,20 @@ _HUB_DATA = {
     "OpenWebText": "Skylion007/openwebtext",
     "TinyStories": "roneneldan/TinyStories",
 }
+_OWNERS = {
+    "pythia": "EleutherAI",
+    "Llama": "meta-llama",
+    "gemma": "google",
+    "Gemma": "google",
+    "phi": "microsoft",
+    "Phi": "microsoft",
+    "Qwen": "Qwen",
+    "Mi": "mistralai",
+    "SmolLM": "HuggingFaceTB",
+    "OLMo": "allenai",
+}
+"""Start of the names of models → their owner on the hub."""
+
 _PRETRAINING = ("TextFiles", "TinyLlama", "TinyStories", "OpenWebText", "LitData")
 
 
@@ -78,6 +92,7 @@ def migrate_litgpt(migration: Migration) -> None:
     wants_adapters = command in ("finetune", "finetune_lora") or (
         not command and any(key.startswith("lora_") for key in migration.given)
     )
+    _name_as_in_files(migration)
     quantized = migration.get("quantize")
     if is_pretraining:
         migration.config = "pretrain"
@@ -96,6 +111,15 @@ def migrate_litgpt(migration: Migration) -> None:
     hugging_face.finish_adapters(migration)
 
 
+def _name_as_in_files(migration: Migration) -> None:
+    """Read the arguments of the data by their names in files; command lines also leave out
+    `init_args`."""
+    for key in migration.keys():
+        section, _, name = key.partition(".")
+        if section == "data" and name and name.partition(".")[0] not in ("class_path", "init_args"):
+            migration.rename(key, f"data.init_args.{name}")
+
+
 def _model(migration: Migration) -> None:
     for key in ("checkpoint_dir", "initial_checkpoint_dir", "model_name"):
         path = migration.get(key)
@@ -107,8 +131,11 @@ def _model(migration: Migration) -> None:
             return
         parts = [part for part in Path(path).parts if part != "checkpoints"]
         name = "/".join(parts[-2:])
+        if "/" not in name:
+            owner = next((org for start, org in _OWNERS.items() if name.startswith(start)), "ORG")
+            name = f"{owner}/{name}"
         folder = str(DOWNLOADS / parts[-1])
-        migration.commands.append(f"torchtitan download {name if '/' in name else 'ORG/' + name}")
+        migration.commands.append(f"torchtitan download {name}")
         if key == "model_name":
             migration.config = "scratch"
         migration.take(key, "hf_assets_path", folder, "a folder in Hugging Face's format")
@@ -147,11 +174,11 @@ def _data(migration: Migration, kind: str) -> None:
         masked = "assistant" if migration.get(prefix + "mask_prompt") else "all"
         migration.take(prefix + "mask_prompt", "dataloader.train_on", masked)
     if (style := migration.get(prefix + "prompt_style")) is not None:
-        is_ours = style in ("alpaca", "chatml", "llama3")
-        why = "" if is_ours else "the template in the model's folder"
-        migration.take(
-            prefix + "prompt_style", "dataloader.chat_template", style if is_ours else "", why
-        )
+        if style in ("alpaca", "chatml", "llama3"):
+            hugging_face.built_in_template(migration, prefix + "prompt_style", style)
+        else:
+            why = "the template in the model's folder"
+            migration.take(prefix + "prompt_style", "dataloader.chat_template", "", why)
 
 
 def _targets(migration: Migration) -> None:

@@ -58,6 +58,7 @@ _COLUMNS = {
     "messages": "conversations",
     "images": "images",
 }
+_COLUMNS_OF_KTO = {**_COLUMNS, "prompt": "prompt", "response": "completion", "kto_tag": "label"}
 
 
 def migrate_llama_factory(migration: Migration) -> None:
@@ -82,6 +83,7 @@ def migrate_llama_factory(migration: Migration) -> None:
 
 def _select(migration: Migration) -> str:
     """Choose the configuration, and return the stage."""
+    _refuse_without_training(migration)
     stage, kind = str(migration.get("stage")), str(migration.get("finetuning_type"))
     bits = migration.get("quantization_bit")
     if kind not in ("lora", "full"):
@@ -116,6 +118,21 @@ def _select(migration: Migration) -> str:
     if bits is not None:
         alignment.note_bits(migration, "quantization_bit", bits=int(bits))
     return stage
+
+
+def _refuse_without_training(migration: Migration) -> None:
+    """Raise `UserError` for a file that exports or tests a model."""
+    if migration.get("export_dir") is not None:
+        raise UserError(
+            "export_dir: the file exports a model, and trains nothing; use torchtitan convert, "
+            "which also merges adapters"
+        )
+    if migration.get("do_train") is False or (
+        migration.get("do_predict") and migration.get("do_train") is None
+    ):
+        raise UserError(
+            "do_train is off: the file trains nothing; use torchtitan eval, or torchtitan generate"
+        )
 
 
 def _reads_images(migration: Migration) -> bool:
@@ -164,7 +181,7 @@ def _preference_loss(migration: Migration) -> None:
 def _data(migration: Migration, stage: str) -> None:
     names, unknown, columns = _sources(migration, "dataset")
     migration.set(dataloader__dataset=names)
-    if migration.config == "pretrain":
+    if stage == "pt":
         _text_column(migration, columns)
     elif columns:
         migration.set(dataloader__columns=sorted(columns))
@@ -198,8 +215,10 @@ def _text_column(migration: Migration, columns: set[str]) -> None:
     """Read the column of pre-training's text, the prompt there."""
     beginning = f"{_COLUMNS['prompt']}="
     texts = sorted(one.removeprefix(beginning) for one in columns if one.startswith(beginning))
-    if len(texts) == 1:
+    if len(texts) == 1 and migration.config == "pretrain":
         migration.set(dataloader__text_column=texts[0])
+    elif len(texts) == 1:
+        migration.set(dataloader__columns=[f"text={texts[0]}"])
     elif texts:
         why = "one column has the text; rename them in the files to the same"
         row = Row("columns of the datasets", ", ".join(texts), "without a counterpart", why)
@@ -225,10 +244,12 @@ def _sources(migration: Migration, key: str) -> tuple[list[str], list[str], set[
             hub = str(entry.get("hf_hub_url") or entry.get("ms_hub_url"))
             names.append(migration.dataset(hub, entry.get("subset"), None, entry.get("split")))
         renamed = entry.get("columns") or {}
+        is_kto = migration.config.startswith("kto")
+        names_here = _COLUMNS_OF_KTO if is_kto else _COLUMNS
         columns |= {
-            f"{_COLUMNS[ours]}={theirs}"
+            f"{names_here[ours]}={theirs}"
             for ours, theirs in renamed.items()
-            if ours in _COLUMNS and theirs != _COLUMNS[ours]
+            if ours in names_here and theirs != names_here[ours]
         }
     return names, unknown, columns
 
@@ -252,7 +273,7 @@ def _template(migration: Migration) -> None:
     if name is None:
         return
     if name in _TEMPLATES:
-        migration.take("template", "dataloader.chat_template", name)
+        hugging_face.built_in_template(migration, "template", str(name))
     else:
         why = "the template in the model's folder, which templates there repeat"
         migration.take("template", "dataloader.chat_template", "", why)
@@ -293,7 +314,7 @@ RULES: Mapping[str, Rule] = {
     "video_max_pixels": missing("models are trained on texts and images, not on videos"),
     "max_samples": missing("the data is read in full; write the first rows to a file"),
     "adapter_name_or_path": to("model_converters.lora.adapter_path"),
-    "additional_target": missing("adapt them with --model_converters.lora.include"),
+    "additional_target": missing(hugging_face.WHOLE_LAYERS),
     "pref_ftx": missing("write the sum of both losses: loss.kind mix, loss.mix dpo=1 sft=WEIGHT"),
     **{
         f"use_{name}": missing(f"--optimizer.name has no {name}")

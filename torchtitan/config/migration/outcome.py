@@ -78,6 +78,19 @@ class Migration:
         """Return a value, and leave it to be read."""
         return self._values.get(key, default)
 
+    def rename(self, key: str, name: str) -> None:
+        """Read a key by another of its names, which its row has too."""
+        self._values[name] = self._values.pop(key)
+        if key in self.given:
+            self.given[name] = self.given.pop(key)
+
+    def gather(self, key: str, parts: Mapping[str, object]) -> None:
+        """Make the keys below `key` one value, with one row."""
+        for name in parts:
+            self._values.pop(f"{key}.{name}")
+            self.given.pop(f"{key}.{name}", None)
+        self._values[key] = self.given[key] = dict(parts)
+
     def default(self, key: str, value: object) -> None:
         """Fill in the value that the other library uses for an absent key."""
         self._values.setdefault(key, value)

@@ -86,9 +86,12 @@ def read_command(words: Sequence[str], kind: str = "") -> ForeignConfig:
     if program := _program_of(words[:start]):
         raise _other_file("the command", program)
     assigned: dict[str, object] = {}
+    toml = ""
     for word in words[:start]:
         name, is_variable, value = word.partition("=")
-        if is_variable and name in ("MODULE", "CONFIG"):
+        if is_variable and name == "CONFIG_FILE":
+            toml = value
+        elif is_variable and name in ("MODULE", "CONFIG"):
             words = [*words, f"--{name.lower()}", value]
         elif is_variable and name in ("NGPU", "NPROC_PER_NODE"):
             launcher["nproc_per_node"] = plain(value)
@@ -115,6 +118,7 @@ def read_command(words: Sequence[str], kind: str = "") -> ForeignConfig:
     if str(given.get("config", "")).endswith((".yaml", ".yml")):
         files.append(str(given.pop("config")))
     kind = kind or _kind_of_command(command)
+    files += [file for file in (str(given.pop("job.config_file", "")), toml) if file][:1]
     for file in files:
         base = read_foreign(Path(file), kind)
         return ForeignConfig(kind or base.kind, {**base.values, **given}, command, devices)
@@ -165,7 +169,8 @@ def kind_of(values: Mapping[str, object], name: str) -> str:
         return "torchtune"
     if "base_model" in values:
         return "axolotl"
-    if {"stage", "finetuning_type"} & sections and "model_name_or_path" in values:
+    of_factory = {"stage", "finetuning_type", "export_dir"}
+    if of_factory & sections and "model_name_or_path" in values:
         return "llama_factory"
     if {"checkpoint_dir", "model_name", "out_dir"} & sections and "train" in sections:
         return "litgpt"

@@ -4,6 +4,7 @@ import ast
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 from torchtitan.config.configurable import fits
 from torchtitan.config.migration.outcome import Migration, Rule, flat, missing, to, unneeded
@@ -117,6 +118,8 @@ def _model(migration: Migration) -> None:
             path = str(value := migration.get(key))
             if isinstance(value, _Expression):
                 migration.miss(key, "the file computes it: --hf_assets_path DIR")
+            elif "tests/assets/" in path and not Path(path).exists():
+                migration.change(key, "a file of that repository; the embedded tokenizer serves")
             elif path.endswith(("tokenizer.model", "tokenizer.json")):
                 folder = path.rpartition("/")[0] or "."
                 migration.take(key, "hf_assets_path", folder, "the folder of the file")

@@ -37,6 +37,9 @@ _DATASETS: Mapping[str, tuple[str, str, bool]] = {
 """Function of a dataset → its source, chat template (of the prompt that it writes), and whether it
 trains on the prompt by default."""
 
+_COLUMNS = {"instruct_dataset": {"input": "prompt", "output": "response"}}
+"""Function of a dataset → name of a column there → here."""
+
 _SOURCE_KEYS = ("source", "split", "name", "subset", "data_files")
 
 _TARGETS = {"output_proj": "o_proj"}
@@ -243,10 +246,16 @@ def _options_of(migration: Migration, dataset: Mapping[str, object]) -> None:
         if dataset.get("packed") is not None:
             value = "ffd" if packed else "none"
             migration.take("dataset.packed", "dataloader.packing", value)
-    columns = [
-        f"{key.rpartition('.')[2]}={value}"
+    ours = _COLUMNS.get(_last(dataset.get("_component_")), {})
+    named = {
+        key.rpartition(".")[2]: value
         for key, value in dataset.items()
         if key.startswith("column_map.")
+    }
+    columns = [
+        f"{ours.get(name, name)}={value}"
+        for name, value in named.items()
+        if ours.get(name, name) != value
     ]
     if dataset.get("column"):
         columns.append(f"text={dataset['column']}")

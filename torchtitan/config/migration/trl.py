@@ -299,6 +299,7 @@ RULES: Mapping[str, Rule] = {
     "max_completion_length": missing("prompt and answer share --training.seq_len"),
     "dataset_text_field": to("dataloader.columns", lambda name: [f"text={name}"]),
     "dataset_streaming": hugging_face.streaming,
+    "dataset_prompt_column": to("dataloader.columns", lambda name: [f"prompt={name}"]),
     "chat_template_path": to("dataloader.chat_template"),
     "chat_template": missing("write it to a file: --dataloader.chat_template FILE"),
     "packing_strategy": unneeded("first-fit-decreasing, as TRL's bfd"),
