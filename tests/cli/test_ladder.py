@@ -27,6 +27,9 @@ SMALL = ["--module", "llama3", "--width_per_layer", "16"]
 VOCABULARY = 2048
 """Tokens of the default tokenizer."""
 
+SCORES = {"evaluation/quiz/centered_accuracy": 0.125, "evaluation/quiz/questions": 8.0}
+"""Metrics of the last step of each run, of which the first is shown."""
+
 GRID = ["--sizes", "2", "1", "3", "--tokens_per_parameter", "1", "2", "3"]
 
 
@@ -56,6 +59,7 @@ def finish_all(out: Path, commands: Path) -> None:
         lines = [
             {"step": config.training.steps // 2, "validation_loss": 9.0},
             {"step": config.training.steps, "validation_loss": law(cost.parameters, cost.tokens)},
+            {"step": config.training.steps, **SCORES},
         ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
 
@@ -85,6 +89,8 @@ def test_the_law_of_the_runs_is_found(finished):
     text = (finished / command.PAGE).read_text()
     assert "forecast of --dial 4" in text and text.count("<circle") == 10
     assert "src=" not in text and "<script" not in text
+    assert "<th>evaluation/quiz/centered_accuracy</th></tr>" in text
+    assert text.count("<td>0.1250</td></tr>") == 9
 
 
 def test_done_runs_are_skipped_and_other_commands_refused(finished, capsys, monkeypatch):
@@ -195,7 +201,7 @@ def one_run(tmp_path) -> tuple[list[str], Path]:
 def test_a_run_without_a_finite_loss_is_refused_by_name(one_run, capsys):
     words, folder = one_run
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    last = {**json.loads(lines[-1]), "validation_loss": None}  # as a run writes NaN
+    last = {**json.loads(lines[1]), "validation_loss": None}  # as a run writes NaN
     (folder / "metrics.jsonl").write_text(json.dumps(last) + "\n")
     assert main([*words, "--fit"]) == 2
     assert f"'{folder}' has no finite validation_loss" in capsys.readouterr().err

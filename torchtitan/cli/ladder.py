@@ -153,10 +153,23 @@ def _rung(out: Path, words: Sequence[str], dial: int, ratio: float) -> Rung:
 def _show(rungs: Sequence[Rung]) -> None:
     from torchtitan.tools.tables import open_console, print_table
 
-    rows = [[str(rung.dial), *described(rung.run), _loss_of(rung)] for rung in rungs]
-    columns = ("dial", "parameters", "tokens", "steps", "FLOPs", "loss")
+    columns, rows = _table(rungs)
     title = total_cost([rung.run for rung in rungs])
     print_table(open_console(), title, columns, rows, columns)
+
+
+def _table(rungs: Sequence[Rung]) -> tuple[list[str], list[list[str]]]:
+    """Return columns and rows: sizes, costs, and what finished runs have reached."""
+    found = [rung.run.scores() for rung in rungs]
+    names = list(dict.fromkeys(name for scores in found for name in scores))
+    rows = [
+        [
+            *(str(rung.dial), *described(rung.run), _loss_of(rung)),
+            *(f"{scores[name]:.4f}" if name in scores else "" for name in names),
+        ]
+        for rung, scores in zip(rungs, found, strict=True)
+    ]
+    return ["dial", "parameters", "tokens", "steps", "FLOPs", "loss", *names], rows
 
 
 def _loss_of(rung: Rung) -> str:
@@ -190,8 +203,9 @@ def _fit(options: argparse.Namespace, rungs: Sequence[Rung], larger: Rung | None
     for name, text in facts.items():
         print(presentable(f"{name}: {text}"))
     chart = Chart.of(done, fitted, (larger, forecast) if larger else None)
-    rows = [[str(rung.dial), *described(rung.run), f"{loss:.4f}"] for rung, loss in done]
-    page = render("ladder.html", name=str(options.out), facts=facts, rows=rows, chart=chart)
+    columns, rows = _table([rung for rung, _ in done])
+    values = {"facts": facts, "columns": columns, "rows": rows, "chart": chart}
+    page = render("ladder.html", name=str(options.out), **values)
     durable.write(options.out / PAGE, page.encode("utf-8", "backslashreplace"))
     print(presentable(str(options.out / PAGE)))
 

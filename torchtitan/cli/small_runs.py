@@ -27,6 +27,9 @@ CHOSEN = ("--config", "--dial", "--budget", "--hours", "--dump_folder", "--confi
 DECIDING = ("model", "model_converters", "optimizer", "lr_scheduler", "training", "dataloader")
 """Sections of a run's configuration that its loss follows from."""
 
+SCORES = ("bits_per_byte", "centered_accuracy")
+"""Last parts of the names of metrics that tables of runs show."""
+
 FINISHED = "finished.json"
 LOG = "log.txt"
 
@@ -70,10 +73,21 @@ class SmallRun:
             raise UserError(f"'{path}' is damaged; remove '{self.folder}'")
         return float(record["loss"])
 
-    def _last_loss(self) -> float | None:
+    def _last_metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of the last step."""
         lines = json_lines(self.folder / METRICS, bool, [])
+        return [line for line in lines if line.get("step") == self.steps]
+
+    def scores(self) -> dict[str, float]:
+        """Return name → bits per byte or centered accuracy after the last step."""
+        values = [item for line in self._last_metrics() for item in line.items()]
+        return {
+            name: value for name, value in values if name.endswith(SCORES) and type(value) is float
+        }
+
+    def _last_loss(self) -> float | None:
         key = "validation_loss"
-        losses = [line[key] for line in lines if line.get("step") == self.steps and key in line]
+        losses = [line[key] for line in self._last_metrics() if key in line]
         if not losses:
             return None
         if type(losses[-1]) is not float:  # null: NaN or infinite
