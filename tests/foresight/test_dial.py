@@ -19,9 +19,10 @@ import torchtitan.models.qwen3
 import torchtitan.models.qwen3_5
 from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed import initialize_weights
+from torchtitan.dry_run.report import dry_run
 from torchtitan.foresight import scaling
 from torchtitan.foresight.config_registry import dial
-from torchtitan.foresight.dial import cost_of, values_of
+from torchtitan.foresight.dial import FORECAST, cost_of, values_of
 from torchtitan.foresight.sizes import parameters_per_token, sized, small_flavor
 from torchtitan.foresight.transfer import on_meta, transfers
 from torchtitan.tools.errors import UserError
@@ -350,6 +351,17 @@ def test_mistakes_are_named(words, message):
         pytest.importorskip("transformers")
     with pytest.raises(UserError, match=message):
         parse(*words)
+
+
+def test_a_dry_run_prints_the_dial(tmp_path, capsys):
+    """It has a vocabulary, and no tokenizer whose files a ladder could be compared with."""
+    words = ["--dial", "1", "--width_per_layer", "16", "--window", "64", "--devices", "2"]
+    config = parse(*words, "--ladder", str(tmp_path / "none"), "--dump_folder", str(tmp_path))
+    (report,) = dry_run(config, world_size=2)
+    printed = capsys.readouterr().out
+    assert "The dial" in printed and "predicted cost" in printed
+    assert "predicted loss" not in printed and not (tmp_path / FORECAST).exists()
+    assert report.peak_bytes > 0
 
 
 def test_another_optimizer_is_refused(tmp_path):

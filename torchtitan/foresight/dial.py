@@ -77,7 +77,8 @@ class DialTrainer(Trainer):
                     "for AdamW, and with --muon for Muon; choose one of them"
                 )
             preflight = Trainer.Config.check(self, world_size, dry_run=dry_run)
-            announce(self.resolve(preflight.tokenizer), preflight.tokenizer, world_size)
+            tokenizer = preflight.tokenizer
+            announce(self.resolve(tokenizer), None if dry_run else tokenizer, world_size)
             return preflight
 
     config: Config
@@ -120,8 +121,9 @@ def setting_of(config: DialTrainer.Config, tokenizer: Tokenizer) -> Setting:
     )
 
 
-def announce(config: DialTrainer.Config, tokenizer: Tokenizer, world_size: int) -> None:
-    """Print the numbers of a run with their rules, and the predictions; write the forecast."""
+def announce(config: DialTrainer.Config, tokenizer: Tokenizer | None, world_size: int) -> None:
+    """Print the numbers of a run with their rules, and the predictions; write the forecast. Without
+    a tokenizer, in a dry run, which predicts time and memory itself, only the cost is predicted."""
     cost = cost_of(config, world_size)
     rules = {rule.quantity: rule for rule in scaling.RULES}
     rows = [
@@ -131,8 +133,7 @@ def announce(config: DialTrainer.Config, tokenizer: Tokenizer, world_size: int) 
     console = open_console()
     columns = ("quantity", "value", "option", "rule", "source")
     print_table(console, "The dial", columns, rows)
-    setting = setting_of(config, tokenizer)
-    for name, text in _predictions(config, cost, setting, world_size).items():
+    for name, text in _predictions(config, cost, tokenizer, world_size).items():
         console.print(presentable(f"predicted {name}: {text}"), soft_wrap=True)
 
 
@@ -165,14 +166,15 @@ def _range_of_rates(optimizer: Optimizer.Config) -> str:
 
 
 def _predictions(
-    config: DialTrainer.Config, cost: Cost, setting: Setting, world_size: int
+    config: DialTrainer.Config, cost: Cost, tokenizer: Tokenizer | None, world_size: int
 ) -> dict[str, str]:
     vocabulary: Any = config.model_spec.model.vocab_size
     share = vocabulary * config.model_spec.model.dim / cost.parameters
     size = f"{cost.parameters:,.0f} parameters per token, {share:.0%} of them the output head"
     found = {"cost": f"{cost.flops:.3g} FLOPs; {size}"}
-    found |= _time_and_memory(config, world_size) if config.predict else {}
-    found["loss"] = _loss(config, cost, setting)
+    if tokenizer:
+        found |= _time_and_memory(config, world_size) if config.predict else {}
+        found["loss"] = _loss(config, cost, setting_of(config, tokenizer))
     return found
 
 
