@@ -2,6 +2,7 @@
 was forecast."""
 
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -88,6 +89,7 @@ def test_the_law_of_the_runs_is_found(finished):
     assert fitted.law.loss(5e5, 5e6) == pytest.approx(law(5e5, 5e6), rel=5e-3)
     text = (finished / command.PAGE).read_text()
     assert "forecast of --dial 4" in text and text.count("<circle") == 10
+    assert re.search(r"<td>[+-]0.\d\d% fitted over measured, of dial-\d_tokens-\d</td>", text)
     assert "src=" not in text and "<script" not in text
     assert "<th>evaluation/quiz/centered_accuracy</th></tr>" in text
     assert text.count("<td>0.1250</td></tr>") == 9

@@ -189,7 +189,8 @@ def _fit(options: argparse.Namespace, rungs: Sequence[Rung], larger: Rung | None
     fitted = Ladder(points, options.irreducible)
     write_ladder(options.out, fitted, rungs[0].run.setting)
     facts = {"law": f"L(N, D) = {fitted.law}, nats per token"}
-    facts["largest residual"] = f"{max(abs(fitted.residuals)):.2%}"
+    residual, worst = max(zip(fitted.residuals, points, strict=True), key=lambda one: abs(one[0]))
+    facts["largest residual"] = f"{residual:+.2%} fitted over measured, of {worst.name}"
     error = fitted.measured_error
     facts["error for the largest size, fitted without it"] = (
         "not measured: too few runs" if error is None else f"{error:.2%}"
