@@ -175,6 +175,7 @@ def test_an_interrupted_run_of_other_options_or_rules_is_refused(tmp_path, capsy
     folder.mkdir(parents=True)
     resolved = ConfigManager().parse_args(own)
     resolved.config.model_spec.model.vocab_size = VOCABULARY  # as a run writes it
+    resolved.config.training.local_batch_size = 1  # as --parallelism.auto may choose
     resolved.save(folder / "config.yaml")
     started = []
     monkeypatch.setattr(small_runs, "run_torchtitan", lambda words, **_: started.append(words))

@@ -30,6 +30,10 @@ DECIDING = ("model", "model_converters", "optimizer", "lr_scheduler", "training"
 SCORES = ("bits_per_byte", "centered_accuracy")
 """Last parts of the names of metrics that tables of runs show."""
 
+CHOSEN_BY_RUN = ("model.vocab_size", "training.local_batch_size")
+"""Options that a run may set itself: the vocabulary of its tokenizer, which is part of its setting,
+and the part of a batch that fits, which does not change the batch."""
+
 FINISHED = "finished.json"
 LOG = "log.txt"
 
@@ -107,8 +111,7 @@ class SmallRun:
         for section in DECIDING:
             theirs = dict(_values(begun.get(section), section))
             for option, value in _values(self.sections[section], section):
-                # the run writes the vocabulary of its tokenizer, which is part of the setting
-                if option != "model.vocab_size" and theirs.get(option, value) != value:
+                if option not in CHOSEN_BY_RUN and theirs.get(option, value) != value:
                     raise UserError(
                         f"'{self.folder}' was begun with another {option} ({theirs[option]}), and "
                         f"would go on with {value}; repeat the first command, remove the folder, "
