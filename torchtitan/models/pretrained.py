@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -76,17 +75,17 @@ def spec_of(path: str | Path, family: ModuleType | None = None) -> ModelSpec:
         if document.get("vocab_size", -1) == -1:
             document["vocab_size"] = MetaSource(folder).vocab_size
         return _external_spec(next(families_with("meta", family)), "meta", document)
-    document = read_model_json(folder)
-    package = named_family(document["module"], folder, family)
+    saved = read_model_json(folder)
+    package = named_family(saved["module"], folder, family)
     classes = {type(config)._owner.__name__: type(config) for config in package.FLAVORS.values()}
-    if document["model"] not in classes:
+    if saved["model"] not in classes:
         raise UserError(
-            f"{folder / DESCRIPTION}: '{document['model']}' is not a model of {package.__name__}, "
+            f"{folder / DESCRIPTION}: '{saved['model']}' is not a model of {package.__name__}, "
             f"which has {', '.join(classes)}"
         )
     with errors_of(str(folder / DESCRIPTION)):
-        model = classes[document["model"]].from_dict(document["config"])
-    spec: ModelSpec = package.model_spec(model, document["flavor"])
+        model = classes[saved["model"]].from_dict(saved["config"])
+    spec: ModelSpec = package.model_spec(model, saved["flavor"])
     return spec
 
 
@@ -128,7 +127,7 @@ def load_model(
 
 def huggingface_model(
     folder: Path, family: ModuleType | None = None
-) -> tuple[ModelSpec, dict[str, Any]]:
+) -> tuple[ModelSpec, dict[str, object]]:
     """Return the specification of the model that the config.json in `folder` describes, and the
     content of that file. If neither a family (see `spec_of`) nor transformers has its `model_type`,
     `architectures` names the class of transformers whose type the content then has. Raise
@@ -175,7 +174,7 @@ def _family_spec(document: Mapping[str, object], family: ModuleType | None) -> M
     return None
 
 
-def _read_description(folder: Path, format: str) -> dict[str, Any]:
+def _read_description(folder: Path, format: str) -> dict[str, object]:
     name = DESCRIPTIONS[format]
     if not folder.is_dir():
         raise missing_folder_error(folder)

@@ -36,7 +36,7 @@ class PreNormBlock(nn.Module):
 
     def __init__(
         self,
-        attention: Any,
+        attention: nn.Module | None,
         feed_forward: nn.Module | None,
         *,
         dim: int,
@@ -50,13 +50,12 @@ class PreNormBlock(nn.Module):
         self.attention = attention
         self.attention_post_norm = norm(dim) if self.norms_after and has_attention else None
         self.ffn_norm = norm(dim) if self.norms_before and has_network else None
-        is_moe = isinstance(feed_forward, MixtureOfExperts)
-        self.feed_forward: Any = None if is_moe else feed_forward
-        self.moe: Any = feed_forward if is_moe else None
+        self.moe = feed_forward if isinstance(feed_forward, MixtureOfExperts) else None
+        self.feed_forward = feed_forward if self.moe is None else None
         self.ffn_post_norm = norm(dim) if self.norms_after and has_network else None
-        self.mtp: Any = None
-        self.own: Any = None
-        self.dense_post_norm: Any = None
+        self.mtp: nn.ModuleDict | None = None
+        self.own: nn.ModuleDict | None = None
+        self.dense_post_norm: nn.Module | None = None
 
     def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""
@@ -67,6 +66,7 @@ class PreNormBlock(nn.Module):
         return self._add(x_BLD, self._feed_forward(x_BLD, attention))
 
     def _attend(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata) -> Tensor:
+        assert self.attention is not None
         x_BLD = x_BLD if self.attention_norm is None else self.attention_norm(x_BLD)
         out_BLD: Tensor = self.attention(x_BLD, rope, attention)
         return out_BLD if self.attention_post_norm is None else self.attention_post_norm(out_BLD)
@@ -75,12 +75,13 @@ class PreNormBlock(nn.Module):
         out_BLD = self._mix(x_BLD if self.ffn_norm is None else self.ffn_norm(x_BLD), attention)
         return out_BLD if self.ffn_post_norm is None else self.ffn_post_norm(out_BLD)
 
-    def _mix(self, x_BLD: Tensor, attention: AttentionMetadata) -> Any:
+    def _mix(self, x_BLD: Tensor, attention: AttentionMetadata) -> Tensor:
         """Return the result of the feed-forward network or of experts; their statistics skip
         padding."""
-        return (
-            self.feed_forward(x_BLD) if self.moe is None else self.moe(x_BLD, attention.documents)
-        )
+        if self.moe is not None:
+            return self.moe(x_BLD, attention.documents)
+        assert self.feed_forward is not None
+        return self.feed_forward(x_BLD)
 
     def _add(self, x_BLD: Tensor, out_BLD: Tensor) -> Tensor:
         return x_BLD + (out_BLD if self.multiplier == 1.0 else self.multiplier * out_BLD)
@@ -94,7 +95,7 @@ class SharingBlock(PreNormBlock):
         self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata, *shared: Tensor
     ) -> Any:
         """(B, L, dim) → the same, and attention's other results."""
-        assert self.attention_norm
+        assert self.attention_norm and self.attention
         attended = self.attention(self.attention_norm(x_BLD), rope, attention, *shared)
         out_BLD, *given = attended if isinstance(attended, tuple) else (attended,)
         x_BLD = self._add(x_BLD, out_BLD)
@@ -105,6 +106,8 @@ class MultiTokenBlock(PreNormBlock):
     """A module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, equations 21 and 22). Its
     input is the state of the previous one, or of the last layer, after the final norm, as in the
     code published with DeepSeek's weights and in vLLM; the paper draws it before the norm."""
+
+    mtp: nn.ModuleDict
 
     def __init__(self, *parts: nn.Module, dim: int, norm: NormFactory):
         super().__init__(*parts, dim=dim, norm=norm)
@@ -154,7 +157,7 @@ class PerLayerEmbeddings(nn.Module):
     """Inputs of P elements per token for each of N layers: the token's embedding plus a projection
     of its hidden state before the first layer (Gemma 3n, 4)."""
 
-    def __init__(self, n_layers: int, width: int, first: Any, norm: NormFactory):
+    def __init__(self, n_layers: int, width: int, first: nn.Embedding, norm: NormFactory):
         """Take sizes from the `first` embedding, of the stream."""
         super().__init__()
         self.width, embedding = width, _Lookup(first.num_embeddings, n_layers * width)
@@ -164,7 +167,7 @@ class PerLayerEmbeddings(nn.Module):
             norm(width),
         )
 
-    def forward(self, tokens_BL: Tensor, hidden_BLD: Tensor) -> Any:
+    def forward(self, tokens_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
         """(B, L), (B, L, D) → (B, L, N, P)."""
         token_BLE = self.tok_embeddings(tokens_BL)
         state_BLE = self.projection(hidden_BLD) * hidden_BLD.shape[-1] ** -0.5
@@ -180,6 +183,8 @@ class PerLayerBlock(ScaledSandwichBlock):
     """Adds a third part: a narrow projection of the stream times the layer's
     `PerLayerEmbeddings`."""
 
+    own: nn.ModuleDict
+
     def __init__(self, *parts: nn.Module, dim: int, norm: NormFactory, input_dim: int):
         super().__init__(*parts, dim=dim, norm=norm)
         gate, out = make_linear(dim, input_dim, 0.02), make_linear(input_dim, dim, 0.02)
@@ -190,7 +195,7 @@ class PerLayerBlock(ScaledSandwichBlock):
     ) -> Any:
         """(B, L, dim) → the same, and attention's other results; `inputs`: (B, L, P), and those of
         attention."""
-        assert self.attention_norm and self.attention_post_norm
+        assert self.attention and self.attention_norm and self.attention_post_norm
         attended = self.attention(self.attention_norm(x_BLD), rope, attention, *inputs[1:])
         out_BLD, *given = attended if isinstance(attended, tuple) else (attended,)
         x_BLD = self._add(x_BLD, self.attention_post_norm(out_BLD))
@@ -210,7 +215,7 @@ class ParallelBlock(PreNormBlock):
 
     def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""
-        assert self.attention_norm is not None
+        assert self.attention and self.attention_norm
         normalized_BLD = self.attention_norm(x_BLD)
         attended_BLD = self.attention(normalized_BLD, rope, attention)
         inputs_BLD = normalized_BLD if self.ffn_norm is None else self.ffn_norm(x_BLD)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import get_args, get_origin
 
 from torchtitan.config.configurable import describe, fits
 from torchtitan.config.model_sizes import MOST_LAYERS
@@ -27,7 +27,7 @@ class ConfigReader:
 
     file: str
 
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
 
     def has(self, key: str) -> bool:
         """Return whether the key is present and not null."""
@@ -52,11 +52,11 @@ class ConfigReader:
     def number(self, key: str, default: float | None = None, least: int = 1) -> float:
         """Return a number from `1 / _FURTHEST` to `_FURTHEST`, or 0 if that is `least`."""
         value = self.values.get(key, default)
-        is_number = type(value) in (int, float)
-        if not is_number or not (1 / _FURTHEST <= value <= _FURTHEST or value == least == 0):
-            above = "0, or a number above it" if least == 0 else "a number above 0"
-            raise self.wrong(key, value, f"{above}, from {1 / _FURTHEST:g} to {_FURTHEST:g}")
-        return value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            if 1 / _FURTHEST <= value <= _FURTHEST or value == least == 0:
+                return value
+        above = "0, or a number above it" if least == 0 else "a number above 0"
+        raise self.wrong(key, value, f"{above}, from {1 / _FURTHEST:g} to {_FURTHEST:g}")
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         """Return a boolean; truthy values are errors."""
@@ -72,7 +72,7 @@ class ConfigReader:
             raise self.wrong(key, value, "an object")
         return ConfigReader(self.file, value or {})
 
-    def value(self, key: str, declared: object, least: int = 1) -> Any:
+    def value(self, key: str, declared: object, least: int = 1) -> object:
         """Return a value of the type that a model's field declares, a number from `least` on (1:
         any above 0, if it is not whole); of a list, only the repeating part."""
         value, types = (
@@ -92,12 +92,14 @@ class ConfigReader:
             return readers[plain](key)
         if not fits(value, plain, quoted=False):
             raise self.wrong(key, value, describe(plain))
-        return self._shortest_period(key) if get_origin(plain) is list else value
+        if get_origin(plain) is list and isinstance(value, list):
+            return self._shortest_period(key, value)
+        return value
 
-    def _shortest_period(self, key: str) -> list[object]:
+    def _shortest_period(self, key: str, items: list[object]) -> list[object]:
         """Return the fewest first items that a list repeats. Raise `UserError` unless it has one
         item per layer."""
-        items, n_layers = self.values[key], self.whole_number("num_hidden_layers")
+        n_layers = self.whole_number("num_hidden_layers")
         if len(items) != n_layers:
             raise self.wrong(key, items, f"a list with num_hidden_layers = {n_layers} items")
         return shortest_period(items)

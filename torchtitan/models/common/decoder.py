@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from torchtitan.config.model_sizes import check_decoder_sizes, head_width
 from torchtitan.models.common.attention import Attention, GroupedQueryAttention, HeadSizes
-from torchtitan.models.common.blocks import PreNormBlock, Rope
-from torchtitan.models.common.feed_forward import GatedFeedForward
+from torchtitan.models.common.blocks import PerLayerEmbeddings, PreNormBlock, Rope
+from torchtitan.models.common.feed_forward import GatedFeedForward, InitStds
 from torchtitan.models.common.layer_inputs import BatchInputs, LayerCall
 from torchtitan.models.common.norms import RMSNorm
 from torchtitan.models.common.rope import RoPEConfig
@@ -204,7 +204,7 @@ class Decoder(BaseModel):
             torch.empty(config.vocab_size, config.dim), freeze=False
         )
         self.tok_embeddings: nn.Embedding | None = init(embedding, weight=self.embedding_init())
-        self.per_layer: Any = None
+        self.per_layer: PerLayerEmbeddings | None = None
         # A dictionary, so that layers keep their names if a pipeline stage drops others.
         self.layers = nn.ModuleDict(
             {str(index): self.make_block(index) for index in range(config.n_layers)}
@@ -266,10 +266,10 @@ class Decoder(BaseModel):
         )
 
     def make_feed_forward(
-        self, index: int, kind: Callable[..., nn.Module] = GatedFeedForward, **options: Any
-    ) -> nn.Module:
+        self, index: int, kind: Callable[..., nn.Module] = GatedFeedForward, **options: object
+    ) -> nn.Module | None:
         """Return the feed-forward network of a layer; `options` are arguments of its `kind`
-        (`common.feed_forward`)."""
+        (`common.feed_forward`). None: the layer has none."""
         options = {"bias": True, **options} if self.config.mlp_bias else options
         return kind(
             **{
@@ -311,7 +311,7 @@ class Decoder(BaseModel):
         """Return the transform of the logits before the softmax."""
         return UNCHANGED
 
-    def init_stds(self, index: int) -> dict[str, Any]:
+    def init_stds(self, index: int) -> InitStds:
         """Return the standard deviations of the initial input and output projections of a layer.
         The latter fall with depth, so that the residual stream's variance grows slowly (like
         GPT-2's 1 / sqrt(N))."""

@@ -233,7 +233,7 @@ DELTA_NET_ROWS = (
 """Names of the weights of Qwen3.5's delta nets."""
 
 
-def prepare_layer_types(document: dict[str, Any]) -> dict[str, Any]:
+def prepare_layer_types(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with `layer_types` for its `full_attention_interval`. Raise `UserError`
     for contradictory keys."""
     reader = ConfigReader("config.json", document)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,6 +10,20 @@ from torch import Tensor, nn
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
 
 Activation = Callable[[Tensor], Tensor]
+
+
+class InitStds(TypedDict):
+    """Standard deviations of the initial input and output projections of a layer."""
+
+    init_std: float
+    out_init_std: float
+
+
+class LayerSizes(InitStds):
+    """Arguments that the networks of a layer share, besides their inner width."""
+
+    dim: int
+
 
 gelu_tanh: Activation = partial(F.gelu, approximate="tanh")
 
@@ -45,10 +59,11 @@ class GatedFeedForward(nn.Module):
         self.activation = activation
         self.w1 = make_linear(dim, hidden_dim, init_std, bias=bias)
         self.w2 = make_linear(hidden_dim, dim, out_init_std, bias=bias)
-        self.w3: Any = make_linear(dim, hidden_dim, out_init_std, bias=bias)
+        self.w3: nn.Linear | None = make_linear(dim, hidden_dim, out_init_std, bias=bias)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""
+        assert self.w3 is not None
         return self.w2(self.activation(self.w1(x_BLD)) * self.w3(x_BLD))
 
 

@@ -15,6 +15,8 @@ from typing import Any, Literal
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.gguf_rows import ROWS, Constant, PlusOne
 from torchtitan.models.common.layer_types import LayerType, WindowedDecoder
+from torchtitan.models.common.moe.decoder import ExpertLayers
+from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.norms import OffsetRMSNorm
 from torchtitan.models.common.rope import RoPEConfig, attention_factor, rope_frequencies
 from torchtitan.protocols.state_dict_adapter import (
@@ -72,7 +74,7 @@ TIED = Tying(required=True)
 class Experts:
     """Routing of an architecture of llama.cpp."""
 
-    always: Mapping[str, Any]
+    always: Mapping[str, object]
     """Fields of `moe` → values that it always computes."""
 
     chosen: Sequence[str] = ()
@@ -115,10 +117,10 @@ class Architecture:
     experts: Experts | None = None
     """Routing; None without experts."""
 
-    keys: Callable[[Any], dict[str, Any]] = lambda config: {}
+    keys: Callable[[Any], dict[str, object]] = lambda config: {}
     """Return further metadata. Raises `UserError` for a model that it does not compute."""
 
-    def is_for(self, config: Any) -> bool:
+    def is_for(self, config: Decoder.Config) -> bool:
         """Return whether this is the architecture of a configuration. Several may have its type."""
         return type(config) is self.config
 
@@ -146,7 +148,7 @@ def check_eps(config: Decoder.Config) -> None:
         )
 
 
-def require_gguf(fits: bool, option: str, value: Any, must: str) -> None:
+def require_gguf(fits: bool, option: str, value: object, must: str) -> None:
     """Raise `UserError` unless an architecture of llama.cpp computes a model with this value."""
     if not fits:
         raise UserError(
@@ -167,7 +169,7 @@ def gguf_format(*architectures: Architecture) -> ExternalFormat:
             "in llama.cpp that torchtitan knows"
         )
 
-    def read(document: Mapping[str, Any]) -> Decoder.Config:
+    def read(document: Mapping[str, object]) -> Decoder.Config:
         raise UserError("GGUF files are written, not read; use the model's Hugging Face folder")
 
     return ExternalFormat(
@@ -237,7 +239,7 @@ def _factors(architecture: Architecture, config: Decoder.Config) -> list[KeyMapp
     return []
 
 
-def _metadata(architecture: Architecture, config: Decoder.Config) -> dict[str, Any]:
+def _metadata(architecture: Architecture, config: Decoder.Config) -> dict[str, object]:
     """Return the metadata of a model, without the prefix of the architecture except in
     `general.architecture`. Numbers without a point are unsigned integers there."""
     _check(architecture, config)
@@ -266,7 +268,7 @@ def _metadata(architecture: Architecture, config: Decoder.Config) -> dict[str, A
     )
 
 
-def _windows(architecture: Architecture, config: Decoder.Config) -> dict[str, Any]:
+def _windows(architecture: Architecture, config: Decoder.Config) -> dict[str, object]:
     if not isinstance(config, WindowedDecoder.Config) or config.sliding_window is None:
         return {}
     if architecture.windows == "stated":
@@ -278,7 +280,7 @@ def _windows(architecture: Architecture, config: Decoder.Config) -> dict[str, An
     return {"attention.sliding_window": config.sliding_window} if architecture.windows else {}
 
 
-def _rope(architecture: Architecture, config: Decoder.Config) -> dict[str, Any]:
+def _rope(architecture: Architecture, config: Decoder.Config) -> dict[str, object]:
     rope = config.rope
     if architecture.rotation.own:
         return {}
@@ -309,7 +311,7 @@ def _rope(architecture: Architecture, config: Decoder.Config) -> dict[str, Any]:
 _GATING = {"softmax": 1, "sigmoid": 2}
 """Scores of a router → llama.cpp's number of them."""
 
-_CHOICES: Mapping[str, Callable[[Any], tuple[str, Any]]] = {
+_CHOICES: Mapping[str, Callable[[ExpertLayers.Config], tuple[str, object]]] = {
     "n_shared_experts": lambda config: ("expert_shared_count", config.moe.n_shared_experts),
     "n_group": lambda config: ("expert_group_count", _groups(config.moe)[0]),
     "topk_group": lambda config: ("expert_group_used_count", _groups(config.moe)[1]),
@@ -328,26 +330,26 @@ CHOICES_OF_DEEPSEEK = tuple(_CHOICES)
 """Fields of `moe` that files of DeepSeek-V3 and models with its experts give."""
 
 
-def _groups(moe: Any) -> tuple[int, int]:
+def _groups(moe: MoEConfig) -> tuple[int, int]:
     """Return the numbers of groups of experts, and of those that a token uses. llama.cpp refuses a
     choice of all groups, which is one group."""
     return (moe.n_group, moe.topk_group) if moe.topk_group < moe.n_group else (1, 1)
 
 
-def _n_dense(config: Any) -> int:
+def _n_dense(config: ExpertLayers.Config) -> int:
     return sum(not config.moe.is_sparse(index) for index in range(config.n_layers))
 
 
-def _step(config: Any) -> int:
+def _step(config: ExpertLayers.Config) -> int:
     """Return n if every n-th layer has experts."""
     return next(index + 1 for index in range(config.n_layers) if config.moe.is_sparse(index))
 
 
-def _experts(architecture: Architecture, config: Any) -> dict[str, Any]:
-    moe = getattr(config, "moe", None)
-    if moe is None:
+def _experts(architecture: Architecture, config: Decoder.Config) -> dict[str, object]:
+    if not isinstance(config, ExpertLayers.Config):
         return {}
-    keys = {
+    moe = config.moe
+    keys: dict[str, object] = {
         "expert_count": moe.n_experts,
         "expert_used_count": moe.top_k,
         "expert_feed_forward_length": config.expert_dim,
@@ -388,9 +390,8 @@ def _check(architecture: Architecture, config: Decoder.Config) -> None:
         n = config.n_layers
         repeated = [tuple(t[i % len(t)] for i in range(n)) for t in (types, architecture.windows)]
         require_gguf(repeated[0] == repeated[1], "layer_types", types, str(architecture.windows))
-    moe = getattr(config, "moe", None)
-    if moe is not None:
-        experts = architecture.experts
+    if isinstance(config, ExpertLayers.Config):
+        moe, experts = config.moe, architecture.experts
         assert experts is not None, "an architecture without experts"
         fixed = {"routed_scaling_factor": 1.0, "n_group": 1, "scoring_func": "softmax"}
         fixed |= {"selection_bias": False, "n_shared_experts": 0, **experts.always}
@@ -401,7 +402,7 @@ def _check(architecture: Architecture, config: Decoder.Config) -> None:
         require_gguf(fits, "moe.layer_types", moe.layer_types, must)
 
 
-def _check_sparse(experts: Experts, config: Any) -> tuple[bool, str]:
+def _check_sparse(experts: Experts, config: ExpertLayers.Config) -> tuple[bool, str]:
     """Return whether an architecture computes experts in the layers of a model, and what it
     computes."""
     sparse = [config.moe.is_sparse(index) for index in range(config.n_layers)]

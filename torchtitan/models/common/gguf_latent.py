@@ -2,13 +2,14 @@
 values."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.gguf import check_eps, require_gguf
 from torchtitan.models.common.gguf_rows import OneWay
 from torchtitan.models.common.hugging_face import module_rows
+from torchtitan.models.common.latent_attention import LatentDecoder
 from torchtitan.protocols.state_dict_adapter import KeyMapping
 
 
@@ -34,7 +35,7 @@ _NAMES = {
 }
 
 
-def latent_rows(config: Any) -> tuple[KeyMapping, ...]:
+def latent_rows(config: Decoder.Config) -> tuple[KeyMapping, ...]:
     """Return the rows of latent attention, without those that all attention has."""
     head_dim = config.resolved_head_dim
     plain_dim = head_dim - config.rope.rotated_dim(head_dim)
@@ -48,9 +49,10 @@ def latent_rows(config: Any) -> tuple[KeyMapping, ...]:
     )
 
 
-def latent_keys(config: Any) -> dict[str, object]:
+def latent_keys(config: Decoder.Config) -> dict[str, object]:
     """Return the metadata of latent attention. Raise `UserError` for biases, which it does not
     have."""
+    assert isinstance(config, LatentDecoder.Config)
     require_gguf(not config.attention_bias, "attention_bias", True, "False")
     check_eps(config)
     rank, head_dim = config.kv_lora_rank, config.resolved_head_dim

@@ -1,13 +1,16 @@
 """Layers with a recurrence in GGUF: Mamba 2 and gated delta nets, whose names begin with ssm_."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
+from torchtitan.models.common.delta_net import DeltaNetDecoder
 from torchtitan.models.common.gguf import check_eps, require_gguf
 from torchtitan.models.common.gguf_rows import Chain, NegatedExp, OneWay
 from torchtitan.models.common.hugging_face import module_rows
+from torchtitan.models.common.mamba import MambaDecoder
+from torchtitan.models.common.mixers import HybridDecoder
+from torchtitan.models.common.moe.decoder import ExpertLayers
 from torchtitan.protocols.state_dict_adapter import (
     Columns,
     Concatenated,
@@ -67,12 +70,12 @@ def delta_net_rows(values: Transform) -> tuple[KeyMapping, ...]:
     )
 
 
-def delta_net_keys(config: Any) -> dict[str, object]:
+def delta_net_keys(config: DeltaNetDecoder.Config) -> dict[str, object]:
     """Return the metadata of gated delta nets, and of the layers that have them."""
     check_eps(config)
-    moe = getattr(config, "moe", None)
-    fits = moe is None or moe.shared_ffn_dim is not None
-    require_gguf(fits, "moe.shared_ffn_dim", None, "an expert for every token")
+    if isinstance(config, ExpertLayers.Config):
+        width = config.moe.shared_ffn_dim
+        require_gguf(width is not None, "moe.shared_ffn_dim", None, "an expert for every token")
     key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
     must = f"--model.linear_key_head_dim {key_dim}"
     require_gguf(value_dim == key_dim, "linear_value_head_dim", value_dim, must)
@@ -86,7 +89,7 @@ def delta_net_keys(config: Any) -> dict[str, object]:
     }
 
 
-def is_recurrent(config: Any) -> list[bool]:
+def is_recurrent(config: HybridDecoder.Config) -> list[bool]:
     """Return whether each layer has a recurrence. Raise `UserError` for a model without both kinds
     of layers."""
     types = [config.type_of(index) for index in range(config.n_layers)]
@@ -112,7 +115,7 @@ class _Groups(OneWay):
         return [tensors[0].unflatten(0, (self.count, -1))]
 
 
-def gguf_mamba_rows(config: Any) -> tuple[KeyMapping, ...]:
+def gguf_mamba_rows(config: MambaDecoder.Config) -> tuple[KeyMapping, ...]:
     """Return the rows of Mamba 2."""
     convs = ("conv_x", "conv_b", "conv_c")
     return (
@@ -136,7 +139,7 @@ def gguf_mamba_rows(config: Any) -> tuple[KeyMapping, ...]:
     )
 
 
-def mamba_keys(config: Any) -> dict[str, object]:
+def mamba_keys(config: MambaDecoder.Config) -> dict[str, object]:
     """Return the metadata of Mamba 2. Raise `UserError` for biases that llama.cpp lacks, or
     needs."""
     mamba = config.mamba

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial, reduce
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from torchtitan.models.common import hugging_face_keys as shared
 from torchtitan.models.common.config_reader import ConfigReader
@@ -32,6 +32,8 @@ from torchtitan.protocols.state_dict_adapter import (
 from torchtitan.protocols.tensor_source import TensorSpec
 from torchtitan.tools.errors import UserError, errors_of
 
+ConfigT = TypeVar("ConfigT")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelType:
@@ -53,24 +55,24 @@ class ModelType:
     the valid values; a list has one item per layer, and the field holds its shortest repeating
     part."""
 
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, object] = field(default_factory=dict)
     """Field without a key → its value in all models of this type."""
 
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, object] = field(default_factory=dict)
     """Key that changes the computation → the only supported value, which is also the default of an
     absent key."""
 
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
     """Key → value if the key is absent, for keys whose default in transformers differs from the
     field's. With a `partial_rotary_factor`, the type supports other values of it too."""
 
     ignored: Sequence[str] = ()
     """Keys without effect on the computation."""
 
-    prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    prepare: Callable[[dict[str, object]], dict[str, object]] = dict
     """Rewrite older or redundant keys of the file before reading it."""
 
-    write: Callable[[Any], dict[str, Any] | None] = lambda config: {}
+    write: Callable[[Any], dict[str, object] | None] = lambda config: {}
     """Return additional keys to write for a `config`. None: this type cannot describe the model;
     nor can it if a field without a key differs from its default. The family's first type that can
     describe the model is written."""
@@ -88,8 +90,8 @@ class ModelType:
 
 
 def write_if(
-    describes: Callable[[Any], bool], write: Callable[[Any], dict[str, Any]] = lambda config: {}
-) -> Callable[[Any], dict[str, Any] | None]:
+    describes: Callable[[Any], bool], write: Callable[[Any], dict[str, object]] = lambda config: {}
+) -> Callable[[Any], dict[str, object] | None]:
     """Return a `ModelType.write` for models that the type `describes`."""
     return lambda config: write(config) if describes(config) else None
 
@@ -259,7 +261,7 @@ def _written_type(model_types: Mapping[str, ModelType], config: Decoder.Config) 
             values = {name: attrgetter(name)(config) for name in known}
             values |= {keys[key]: value for key, value in kind.fixed.items() if key in keys}
             values |= kind.values
-            if kind.config(**_nested(kind.config, values)) == config:
+            if _made(kind.config, values) == config:
                 return model_type
     raise UserError(
         f"no model_type of config.json ({', '.join(model_types)}) can describe this model: {config}"
@@ -364,11 +366,6 @@ def _from_config_json(
     }
     if values["n_kv_heads"] is None:
         values["n_kv_heads"] = values["n_heads"]
-    if (
-        values.get("head_dim") is not None
-        and values["head_dim"] * values["n_heads"] == values["dim"]
-    ):
-        values["head_dim"] = None
     if sections := [section for section in kind.ropes.values() if section]:
         check_sections(reader, sections)
     for name, section in kind.ropes.items():
@@ -377,7 +374,9 @@ def _from_config_json(
         )
     values |= kind.values
     values["scores"] = shared.describes_scores(document)
-    config = kind.config(**_nested(kind.config, values))
+    config = _made(kind.config, values)
+    if config.head_dim is not None and config.head_dim * config.n_heads == config.dim:
+        config.head_dim = None
     with errors_of("config.json"):
         config.validate()
     shared.warn_about_ignored_keys(document, {*keys, *kind.fixed, *kind.ignored})
@@ -389,29 +388,37 @@ def _keys_of(kind: ModelType) -> dict[str, str]:
     return {**{key: name for key, name in shared.KEYS.items() if name not in own}, **kind.keys}
 
 
-def _type_of(owner: object, name: str) -> Any:
+def _owner_of(config: type, name: str) -> type:
+    """Return the class that declares a field: `config`, or the type of the field before a point."""
+    outer = name.rpartition(".")[0]
+    owner = _types_of(config)[outer] if outer else config
+    assert isinstance(owner, type)
+    return owner
+
+
+def _type_of(config: type, name: str) -> object:
     """Return the declared type of a field, or of a field's field."""
-    return reduce(lambda kind, field_name: _types_of(kind)[field_name], name.split("."), owner)
+    return _types_of(_owner_of(config, name))[name.rpartition(".")[2]]
 
 
-def _least_of(owner: object, name: str) -> int:
+def _least_of(config: type, name: str) -> int:
     """Return the smallest whole number in a field, or in a field's field: 1, or a default of 0.
     Numbers that are not whole are above 0, or have this default."""
-    outer, _, last = name.rpartition(".")
-    fields = dataclasses.fields(_type_of(owner, outer) if outer else owner)  # type: ignore[arg-type]
+    last = name.rpartition(".")[2]
+    fields = dataclasses.fields(_owner_of(config, name))
     default = next(field.default for field in fields if field.name == last)
     return 0 if default == 0 else 1
 
 
 @cache
-def _types_of(owner: type) -> dict[str, Any]:
+def _types_of(owner: type) -> Mapping[str, object]:
     """Return the types of a configuration's fields; Python evaluates their annotations each
     time."""
     return get_type_hints(owner)
 
 
-def _nested(owner: object, values: Mapping[str, object]) -> dict[str, Any]:
-    """Return the values of fields; nested fields become one object."""
+def _made(config: type[ConfigT], values: Mapping[str, object]) -> ConfigT:
+    """Return a configuration with these values of fields; nested fields become one object."""
     plain = {name: value for name, value in values.items() if "." not in name}
     for own in {name.partition(".")[0] for name in values.keys() - plain.keys()}:
         part = {
@@ -419,11 +426,14 @@ def _nested(owner: object, values: Mapping[str, object]) -> dict[str, Any]:
             for name in values
             if name.startswith(f"{own}.")
         }
-        plain[own] = _type_of(owner, own)(**part)
-    return plain
+        plain[own] = _owner_of(config, f"{own}.")(**part)
+    make: Callable[..., ConfigT] = config
+    return make(**plain)
 
 
-def _to_config_json(model_types: Mapping[str, ModelType], config: Decoder.Config) -> dict[str, Any]:
+def _to_config_json(
+    model_types: Mapping[str, ModelType], config: Decoder.Config
+) -> dict[str, object]:
     """Return the keys of config.json that the model determines, readable by transformers 4 and
     5."""
     name = _written_type(model_types, config)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Literal, TypeVar, cast, get_args
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.tools.errors import UnsupportedModelError, UserError
@@ -163,7 +163,7 @@ def warn_about_ignored_keys(document: Mapping[str, object], known: Collection[st
         logger.warning("config.json: ignoring unknown keys: %s", ", ".join(unknown))
 
 
-def language_model(document: Mapping[str, object], model_type: str) -> dict[str, Any]:
+def language_model(document: Mapping[str, object], model_type: str) -> dict[str, object]:
     """Return the config.json of the language model in a file of a model with vision. Raise
     `UserError` if it is of another type, the two contradict each other, or a key is neither the
     language model's nor about images and sound."""
@@ -205,7 +205,7 @@ def precision_of(document: Mapping[str, object], default: DefaultT) -> Precision
     return default
 
 
-def describes_scores(document: Mapping[str, Any]) -> bool:
+def describes_scores(document: Mapping[str, object]) -> bool:
     """Return whether a config.json describes a reward model. Raise `UserError` unless it has one
     score."""
     if CLASSIFIER not in str(document.get("architectures")):

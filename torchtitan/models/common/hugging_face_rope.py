@@ -3,7 +3,6 @@
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.rope import RoPEConfig, Scaling
@@ -174,10 +173,10 @@ def _original_context(reader: ConfigReader, parameters: ConfigReader) -> int:
     return found[0] if found else reader.whole_number(_CONTEXT)
 
 
-def write_rope(rope: RoPEConfig, max_seq_len: int) -> dict[str, Any]:
+def write_rope(rope: RoPEConfig, max_seq_len: int) -> dict[str, object]:
     """Return the keys of transformers 4, which 5 also reads. Raise `UserError` if neither can
     express the model."""
-    scaling = _scaling(rope, max_seq_len)
+    scaling = write_scaling(rope, max_seq_len)
     keys: dict[str, object] = {"rope_theta": rope.theta, "rope_scaling": scaling}
     if rope.rotated_fraction != 1.0:
         keys["partial_rotary_factor"] = rope.rotated_fraction
@@ -186,19 +185,20 @@ def write_rope(rope: RoPEConfig, max_seq_len: int) -> dict[str, Any]:
     return keys
 
 
-def write_rope_section(rope: RoPEConfig, max_seq_len: int) -> dict[str, Any]:
+def write_rope_section(rope: RoPEConfig, max_seq_len: int) -> dict[str, object]:
     """Return a section of `rope_parameters` of transformers 5. Raise `UserError` like
     `write_rope`."""
     section = {
         "rope_theta": rope.theta,
-        **(_scaling(rope, max_seq_len) or {"rope_type": "default"}),
+        **(write_scaling(rope, max_seq_len) or {"rope_type": "default"}),
     }
     if rope.rotated_fraction != 1.0:
         section["partial_rotary_factor"] = rope.rotated_fraction
     return section
 
 
-def _scaling(rope: RoPEConfig, max_seq_len: int) -> Mapping[str, Any] | None:
+def write_scaling(rope: RoPEConfig, max_seq_len: int) -> Mapping[str, object] | None:
+    """Return `rope_scaling` of transformers 4. Raise `UserError` like `write_rope`."""
     if not rope.is_scaled:
         return None
     if rope.scaling == "dynamic" and rope.original_max_seq_len != max_seq_len:
@@ -218,7 +218,7 @@ GROWTH = "llama_4_scaling_beta"
 """Key of the growth of queries with their position, in the section of RoPE, and its field."""
 
 
-def prepare_growth(document: dict[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+def prepare_growth(document: dict[str, object], default: Mapping[str, object]) -> dict[str, object]:
     """Return a config.json with the growth of queries outside of RoPE's section, which has a
     `default`; a growth of 0 is omitted. Raise `UserError` without a growth, or with two."""
     keys = ("rope_scaling", "rope_parameters")

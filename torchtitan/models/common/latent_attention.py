@@ -71,26 +71,30 @@ class LatentAttention(ScaledScores):
         self.widths = [rank, config.rope.rotated_dim(self.head_dim)]
         wq = make_linear(q_rank or dim, config.n_heads * self.head_dim, init_std)
         down = [make_linear(dim, q_rank, init_std, bias=bias), norm(q_rank)] if q_rank else []
-        self.wq: Any = None if q_rank else wq
-        self.q_latent: Any = nn.Sequential(*down, wq) if q_rank else None
+        self.wq = None if q_rank else wq
+        self.q_latent = nn.Sequential(*down, wq) if q_rank else None
         self.wkv_a = make_linear(dim, sum(self.widths), init_std, bias=bias)
         self.kv_norm = norm(rank)
         # tensor parallelism gathers its input, the latents of each rank's tokens
         self.latents = nn.Identity()
         # of sparse attention
-        self.indexer: Any = None
-        self.indexes: Any = None
+        self.indexer: nn.Module | None = None
+        self.indexes: nn.Module | None = None
         self.attend = self.make_scores(config, rank, v_dim, scores, init_std)
         self.wo = make_linear(config.n_heads * v_dim, dim, stds["out_init_std"], bias=bias)
 
-    def make_scores(self, *parts: Any) -> LatentScores:
+    def make_scores(
+        self, config: Decoder.Config, rank: int, v_dim: int, scores: Attention, init_std: float
+    ) -> LatentScores:
         """Return the part that computes scores, and their products with values."""
-        return LatentScores(*parts)
+        return LatentScores(config, rank, v_dim, scores, init_std)
 
     def forward(self, x_BLD: Tensor, rope: Rope, attention: AttentionMetadata) -> Tensor:
         """(B, L, dim) → (B, L, dim). Without `rope`, no part of a head is rotated."""
         keys = self.keys(x_BLD, rope)
-        q_BLHD = self.queries((self.wq or self.q_latent)(x_BLD), rope)
+        project = self.wq or self.q_latent
+        assert project is not None
+        q_BLHD = self.queries(project(x_BLD), rope)
         return self.wo(self.attend(q_BLHD, *keys, attention).flatten(-2))
 
     def keys(self, x_BLD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
@@ -107,17 +111,18 @@ class LatentAttention(ScaledScores):
         return torch.cat((plain_BLHE, self._rotate(q_BLHP, rope)), dim=-1)
 
     @property
-    def scores(self) -> Any:
+    def scores(self) -> Attention:
         return self.attend.scores
 
     @property
     def n_heads(self) -> int:
-        n_heads: int = self._q_up.out_features // self.head_dim
-        return n_heads
+        return self._q_up.out_features // self.head_dim
 
     @property
-    def _q_up(self) -> Any:
-        return self.wq if self.q_latent is None else self.q_latent[-1]
+    def _q_up(self) -> nn.Linear:
+        up = self.wq if self.q_latent is None else self.q_latent[-1]
+        assert isinstance(up, nn.Linear)
+        return up
 
     def reason_not_to_scale(self) -> str:
         return reason_not_to_scale(self._q_up, self.attend.wkv_b)
@@ -152,7 +157,7 @@ class LatentDecoder:
 
         def validate(self) -> None:
             cast(Decoder.Config, super()).validate()
-            decoder: Any = self
+            decoder = cast(Decoder.Config, self)
             decoder.check_positive("q_lora_rank", "kv_lora_rank", "v_head_dim")
             most, n_heads = decoder.resolved_head_dim, decoder.n_heads
             must = f"at most the head width {most}"
@@ -160,7 +165,7 @@ class LatentDecoder:
             must, n_kv_heads = f"equal to --model.n_heads {n_heads}", decoder.n_kv_heads
             require(n_kv_heads == n_heads, "--model.n_kv_heads", n_kv_heads, must)
 
-    config: Any
+    config: Config
 
     def make_attention(
         self, index: int, *, kind: type[nn.Module] = LatentAttention, **options: Any
@@ -181,12 +186,13 @@ class LatentDecoder:
 
     def score_scale(self) -> float:
         """Return the factor of query-key products."""
-        return float(self.config.resolved_head_dim**-0.5)
+        return float(cast(Decoder, self).config.resolved_head_dim ** -0.5)
 
 
-def latent_score_flops(decoder: Any, index: int, seq_len: int) -> float:
+def latent_score_flops(decoder: Decoder, index: int, seq_len: int) -> float:
     """Return the operations per token of a layer's products of queries, keys and values."""
     config = decoder.config
+    assert isinstance(config, LatentDecoder.Config)
     relative = (1 + config.v_head_dim / config.resolved_head_dim) / 2
     return Decoder.score_flops(decoder, index, seq_len) * relative
 
@@ -211,7 +217,7 @@ LATENT_ROWS = module_rows("layers.*.attention", "model.layers.*.self_attn", _NAM
 """Names of the weights of latent attention in Hugging Face's format, without `wq` and `wo`."""
 
 
-def with_widths(document: dict[str, Any], plain: int) -> dict[str, Any]:
+def with_widths(document: dict[str, object], plain: int) -> dict[str, object]:
     """Return a config.json with the width of whole heads, by default `plain` elements and 64
     rotated ones, and its rotated part."""
     reader = ConfigReader(
@@ -225,7 +231,7 @@ def with_widths(document: dict[str, Any], plain: int) -> dict[str, Any]:
     }
 
 
-def widths_of(config: Any) -> dict[str, int]:
+def widths_of(config: Decoder.Config) -> dict[str, int]:
     """Return the widths of a head's parts with and without positions."""
     rotated = config.rope.rotated_dim(config.resolved_head_dim)
     return {"qk_rope_head_dim": rotated, "qk_nope_head_dim": config.resolved_head_dim - rotated}

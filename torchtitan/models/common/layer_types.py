@@ -1,15 +1,16 @@
 """Decoders whose layers attend to different tokens in a repeating pattern, also with scaled
 embeddings."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.feed_forward import gelu_tanh
+from torchtitan.models.common.feed_forward import GatedFeedForward, gelu_tanh
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.protocols.initializer import TruncatedNormal
 from torchtitan.protocols.output_head import LogitTransform
@@ -82,8 +83,10 @@ class ScaledEmbeddingDecoder(WindowedDecoder):
 
     config: Config
 
-    def make_feed_forward(self, *args: Any, **options: Any) -> nn.Module:
-        return super().make_feed_forward(*args, activation=gelu_tanh, **options)
+    def make_feed_forward(
+        self, index: int, kind: Callable[..., nn.Module] = GatedFeedForward, **options: object
+    ) -> nn.Module | None:
+        return super().make_feed_forward(index, kind, activation=gelu_tanh, **options)
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
         hidden_BLD = super().embed(tokens_BL)
@@ -97,7 +100,7 @@ class ScaledEmbeddingDecoder(WindowedDecoder):
         return LogitTransform(softcap=self.config.final_logit_softcapping)
 
 
-def prepare_windows(document: dict[str, Any]) -> dict[str, Any]:
+def prepare_windows(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with `layer_types` if it has windows, and without the keys that Qwen's
     older files use instead (`ModelType.prepare`). Raise `UserError` for contradictory keys."""
     reader = ConfigReader(

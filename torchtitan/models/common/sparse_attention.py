@@ -140,6 +140,10 @@ class SparseLatentAttention(LatentAttention):
     """Latent attention to the tokens that an indexer chooses, at most `top_k`. `indexer`: arguments
     of `Indexer` besides sizes of attention. With `gives_choice`, it is a second result."""
 
+    q_latent: nn.Sequential
+    indexer: Indexer
+    indexes: nn.Module
+
     def __init__(
         self,
         config: Decoder.Config,

@@ -2,11 +2,10 @@
 and its Hugging Face format."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torchtitan.models.common.attention import Attention, TemperedAttention
 from torchtitan.models.common.config_reader import ConfigReader
-from torchtitan.models.common.gguf import Architecture, require_gguf
+from torchtitan.models.common.gguf import require_gguf
 from torchtitan.models.common.hugging_face_rope import GROWTH, prepare_growth, write_rope_section
 from torchtitan.models.common.latent_attention import widths_of
 from torchtitan.models.common.moe import rows
@@ -49,11 +48,12 @@ _YARN = {
 }
 
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with the widths of heads, and without the rotated part of a head in the
     section of RoPE. Raise `UserError` if that has another width."""
     document = with_latents(prepare_growth(document, _YARN), plain=64)
-    fraction, key = document["partial_rotary_factor"], "partial_rotary_factor"
+    key = "partial_rotary_factor"
+    fraction = ConfigReader("config.json", document).number(key)
     for name in ("rope_scaling", "rope_parameters"):
         section = ConfigReader("config.json", document).section(name)
         if section.has(key) and abs(section.number(key) - fraction) > 1e-6:
@@ -64,7 +64,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return rows.prepare_dense_layers(document, default=0)
 
 
-def _write(config: Mistral4Model.Config) -> dict[str, Any] | None:
+def _write(config: Mistral4Model.Config) -> dict[str, object] | None:
     dense = rows.write_dense_layers(config)
     if dense is None:
         return None
@@ -99,7 +99,7 @@ _MISTRAL_4 = replace(
 TYPES = {"mistral4": _MISTRAL_4}
 
 
-def _gguf_keys(config: Mistral4Model.Config) -> dict[str, Any]:
+def _gguf_keys(config: Mistral4Model.Config) -> dict[str, object]:
     has_latents = config.q_lora_rank is not None
     require_gguf(has_latents, "q_lora_rank", config.q_lora_rank, "a width")
     require_usual_growth(config)
@@ -108,6 +108,4 @@ def _gguf_keys(config: Mistral4Model.Config) -> dict[str, Any]:
     return {**gguf_keys(config), "attention.temperature_scale": growth, **steps}
 
 
-ARCHITECTURES = (
-    Architecture(**{**GGUF, "keys": _gguf_keys}, name="mistral4", config=Mistral4Model.Config),
-)
+ARCHITECTURES = (replace(GGUF, name="mistral4", config=Mistral4Model.Config, keys=_gguf_keys),)

@@ -13,7 +13,7 @@ from torchtitan.models.common import hugging_face as hf
 from torchtitan.models.common.blocks import MultiTokenBlock, Rope
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.gguf_latent import latent_keys, latent_rows
-from torchtitan.models.common.hugging_face_rope import write_rope
+from torchtitan.models.common.hugging_face_rope import write_scaling
 from torchtitan.models.common.latent_attention import (
     LATENT_ROWS,
     LatentDecoder,
@@ -116,7 +116,7 @@ DENSE = hf.DENSE_ROWS + LATENT_ROWS
 DENSE += hf.module_rows("layers.*.mtp", "model.layers.*", _MTP)
 
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with the width of whole heads and its rotated part, and groups for any
     choice of experts."""
     is_v2 = document["model_type"] == "deepseek_v2"
@@ -130,7 +130,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return with_latents(rows.prepare_dense_layers(document, 0 if is_v2 else 3), plain=128)
 
 
-def _prepare_lite(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare_lite(document: dict[str, object]) -> dict[str, object]:
     """Return the same for a file whose `mlp_layer_types` name the dense layers, without them the
     first one. Raise `UserError` for another number of dense layers, and for heads whose part with
     positions is rotated in part."""
@@ -146,10 +146,10 @@ def _prepare_lite(document: dict[str, Any]) -> dict[str, Any]:
     return with_latents(document, plain=192)
 
 
-def _without_fraction(document: dict[str, Any]) -> dict[str, Any]:
+def _without_fraction(document: dict[str, object]) -> dict[str, object]:
     reader, key = ConfigReader("config.json", document), "partial_rotary_factor"
 
-    def without(section: ConfigReader) -> dict[str, Any]:
+    def without(section: ConfigReader) -> dict[str, object]:
         if section.number(key, 1.0) != 1.0:
             raise section.wrong(key, section.values[key], "1.0")
         return {name: value for name, value in section.values.items() if name != key}
@@ -158,7 +158,7 @@ def _without_fraction(document: dict[str, Any]) -> dict[str, Any]:
     return {**without(reader), **{name: without(reader.section(name)) for name in names}}
 
 
-def with_latents(document: dict[str, Any], plain: int) -> dict[str, Any]:
+def with_latents(document: dict[str, object], plain: int) -> dict[str, object]:
     """Return a config.json with the widths of heads (`with_widths`), and the growth of their
     products with RoPE's."""
     reader, growth = ConfigReader("config.json", document), {}
@@ -170,19 +170,19 @@ def with_latents(document: dict[str, Any], plain: int) -> dict[str, Any]:
     return {**with_widths(document, plain), **growth}
 
 
-def _write(config: DeepSeekModel.Config) -> dict[str, Any] | None:
+def _write(config: DeepSeekModel.Config) -> dict[str, object] | None:
     dense = rows.write_dense_layers(config)
     return None if dense is None else {**dense, **_write_widths(config)}
 
 
-def write_types(config: DeepSeekModel.Config) -> dict[str, Any] | None:
+def write_types(config: DeepSeekModel.Config) -> dict[str, object] | None:
     """Return the keys of heads, and of dense layers, which `mlp_layer_types` also names."""
     dense = rows.write_dense_layers(config) or {}
     return None if config.moe.ffn_dim is None else {**dense, **_write_widths(config)}
 
 
-def _write_widths(config: DeepSeekModel.Config) -> dict[str, Any]:
-    scaling = write_rope(config.rope, config.max_seq_len)["rope_scaling"]
+def _write_widths(config: DeepSeekModel.Config) -> dict[str, object]:
+    scaling = write_scaling(config.rope, config.max_seq_len)
     growth = {"mscale_all_dim": config.mscale_all_dim} if config.mscale_all_dim else {}
     ropes = {"rope_scaling": {**scaling, **growth}} if scaling else {}
     widths = widths_of(config)
@@ -266,14 +266,14 @@ _WITHOUT_QUERY_LATENTS = (26, 27)
 """Layers of the models whose queries have no latents; llama.cpp knows them by these numbers."""
 
 
-def _gguf_keys(config: DeepSeekModel.Config) -> dict[str, Any]:
+def _gguf_keys(config: DeepSeekModel.Config) -> dict[str, object]:
     is_lite = config.n_layers in _WITHOUT_QUERY_LATENTS
     fits, must = (config.q_lora_rank is None) == is_lite, "None in 26 or 27 layers only"
     gguf.require_gguf(fits, "q_lora_rank", config.q_lora_rank, must)
     return gguf_keys(config)
 
 
-def gguf_keys(config: DeepSeekModel.Config) -> dict[str, Any]:
+def gguf_keys(config: DeepSeekModel.Config) -> dict[str, object]:
     """Return the metadata of a model with this attention and these experts. Raise `UserError` if
     llama.cpp does not compute it."""
     moe = config.moe
@@ -298,17 +298,17 @@ def require_usual_growth(config: DeepSeekModel.Config) -> None:
     gguf.require_gguf(growth == 1.0 or not scaled, "mscale_all_dim", growth, "1.0 with YaRN")
 
 
-GGUF: Any = {
-    "rotation": gguf.Rotation(part=True, scalings=("yarn",), yarn_factor=1.0),
-    "rows": latent_rows,
-    "experts": gguf.Experts(
+GGUF = gguf.Architecture(
+    name="deepseek2",
+    config=DeepSeekModel.Config,
+    rotation=gguf.Rotation(part=True, scalings=("yarn",), yarn_factor=1.0),
+    rows=latent_rows,
+    experts=gguf.Experts(
         {"shared_ffn_dim": None}, chosen=(*gguf.CHOICES_OF_DEEPSEEK, "selection_bias")
     ),
-    "keys": gguf_keys,
-}
-"""Fields of `Architecture` that models with this decoder share."""
+    keys=_gguf_keys,
+)
 
 ARCHITECTURES = tuple(
-    gguf.Architecture(name="deepseek2", config=config, **{**GGUF, "keys": _gguf_keys})
-    for config in (DeepSeekModel.Config, GLM4MoeLiteModel.Config)
+    replace(GGUF, config=config) for config in (DeepSeekModel.Config, GLM4MoeLiteModel.Config)
 )

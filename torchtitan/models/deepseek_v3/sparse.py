@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchtitan.models.common.blocks import SharingBlock
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.gguf import Architecture, Rotation, require_gguf
 from torchtitan.models.common.gguf_latent import latent_rows
 from torchtitan.models.common.hugging_face import module_rows
@@ -136,7 +137,7 @@ def _rows(config: DeepSeekSparseModel.Config) -> tuple[KeyMapping, ...]:
     return (*V3.rows(config), *_INDEXER)
 
 
-def _prepare(document: dict[str, Any], plain: int) -> dict[str, Any]:
+def _prepare(document: dict[str, object], plain: int) -> dict[str, object]:
     """Return a config.json with the types of all feed-forward networks and the widths of heads.
     Raise `UserError` for layers with other attention."""
     types, only = document.get("layer_types", []), "indexed_attention"
@@ -148,7 +149,7 @@ def _prepare(document: dict[str, Any], plain: int) -> dict[str, Any]:
     return with_latents(document, plain)
 
 
-def _prepare_glm(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare_glm(document: dict[str, object]) -> dict[str, object]:
     """Return the same, with the types of indexers for a pattern of letters, or a layer's distance
     from the next full one. Raise `UserError` for unusable ones."""
     reader = ConfigReader("config.json", document)
@@ -218,7 +219,7 @@ def _gguf_rows(config: DeepSeekSparseModel.Config) -> tuple[KeyMapping, ...]:
     )
 
 
-def _gguf_keys(config: DeepSeekSparseModel.Config) -> dict[str, Any]:
+def _gguf_keys(config: DeepSeekSparseModel.Config) -> dict[str, object]:
     width, must = config.index_head_dim, f"a multiple of {_KEY_UNIT}"
     require_gguf(width % _KEY_UNIT == 0, "index_head_dim", width, must)
     return {
@@ -229,31 +230,40 @@ def _gguf_keys(config: DeepSeekSparseModel.Config) -> dict[str, Any]:
     }
 
 
-def _gguf_types(config: DeepSeekSparseModel.Config) -> dict[str, Any]:
+def _gguf_types(config: DeepSeekSparseModel.Config) -> dict[str, object]:
     full = [int(not config.shares_choice(index)) for index in range(config.n_layers)]
     return {**_gguf_keys(config), "attention.indexer.types": full}
 
 
-def _gguf_without_types(config: DeepSeekSparseModel.Config) -> dict[str, Any]:
+def _gguf_without_types(config: DeepSeekSparseModel.Config) -> dict[str, object]:
     require_gguf(not config.is_sharing, "indexer_types", config.indexer_types, "full alone")
     require_usual_growth(config)
     return _gguf_keys(config)
 
 
-_SPARSE: Any = {**GGUF, "config": DeepSeekSparseModel.Config, "rows": _gguf_rows}
-
-
 class _Interleaved(Architecture):
     """The architecture of models whose indexer rotates neighboring values."""
 
-    def is_for(self, config: Any) -> bool:
-        return super().is_for(config) and config.index_interleave
+    def is_for(self, config: Decoder.Config) -> bool:
+        if not super().is_for(config) or not isinstance(config, DeepSeekSparseModel.Config):
+            return False
+        return config.index_interleave
 
 
 ARCHITECTURES = (
     _Interleaved(
-        **{**_SPARSE, "keys": _gguf_types, "rotation": Rotation(part=True, scalings=())},
         name="glm-dsa",
+        config=DeepSeekSparseModel.Config,
+        rows=_gguf_rows,
+        rotation=Rotation(part=True, scalings=()),
+        experts=GGUF.experts,
+        keys=_gguf_types,
     ),
-    Architecture(**{**_SPARSE, "keys": _gguf_without_types}, name="deepseek32"),
+    replace(
+        GGUF,
+        name="deepseek32",
+        config=DeepSeekSparseModel.Config,
+        rows=_gguf_rows,
+        keys=_gguf_without_types,
+    ),
 )

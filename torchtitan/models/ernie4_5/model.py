@@ -2,7 +2,6 @@
 format."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
@@ -44,7 +43,7 @@ def _types(n_layers: int, start: int, end: int, interval: int) -> list[str]:
     return ["sparse" if index in sparse else "dense" for index in range(n_layers)]
 
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with `mlp_layer_types` for its keys about layers with experts. Raise
     `UserError` for unusable keys."""
     defaults = dict(zip(_PLACES, (1, -1, 1), strict=True))
@@ -58,7 +57,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return {**document, "mlp_layer_types": types}
 
 
-def _write(config: Ernie45MoeModel.Config) -> dict[str, Any] | None:
+def _write(config: Ernie45MoeModel.Config) -> dict[str, object] | None:
     """Return the keys about layers with experts; None: they cannot describe the model."""
     n_layers = config.n_layers
     types = ["sparse" if config.moe.is_sparse(i) else "dense" for i in range(n_layers)]
@@ -111,7 +110,7 @@ FORMAT = dense_format(
 )
 
 
-def _gguf_keys(config: Ernie45MoeModel.Config) -> dict[str, Any]:
+def _gguf_keys(config: Ernie45MoeModel.Config) -> dict[str, object]:
     n_shared = config.moe.n_shared_experts
     shared = {"expert_shared_feed_forward_length": n_shared * config.expert_dim} if n_shared else {}
     return {"interleave_moe_layer_step": 1, **shared}

@@ -1,7 +1,6 @@
 """EXAONE 4 (arXiv:2507.11407) and K-EXAONE (arXiv:2601.01739), and their Hugging Face format."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from torchtitan.models.common.blocks import PostNormBlock
 from torchtitan.models.common.config_reader import ConfigReader
@@ -33,7 +32,7 @@ class LocalPositions:
     """A mixin before a decoder's class: if some layers have windows, the others have no
     positions."""
 
-    config: Any
+    config: WindowedDecoder.Config
 
     has_qk_norm = True
 
@@ -45,6 +44,8 @@ class LocalPositions:
 class Exaone4Model(LocalPositions, WindowedDecoder):
     """A decoder with the norms after attention and feed-forward network, and norms of the queries
     and keys of each head."""
+
+    config: WindowedDecoder.Config
 
     block_kind = PostNormBlock
 
@@ -59,7 +60,7 @@ class ExaoneMoeModel(LocalPositions, MoEDecoder):
     config: Config
 
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with `layer_types` if it has windows, otherwise without. Raise
     `UserError` if it does not say which layers have windows."""
     reader = ConfigReader("config.json", {"sliding_window_pattern": 4, **document})
@@ -77,13 +78,14 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return {**document, "layer_types": types}
 
 
-def _prepare_experts(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare_experts(document: dict[str, object]) -> dict[str, object]:
     """Return the same with `mlp_layer_types`. Raise `UserError` if an older key differs."""
     types = (
         document.get("mlp_layer_types") or rows.prepare_dense_layers(document)["mlp_layer_types"]
     )
     is_sparse = document.get("is_moe_layer") or []
-    if is_sparse and is_sparse != [kind == "sparse" for kind in types]:
+    listed = types if isinstance(types, list) else []
+    if is_sparse and is_sparse != [kind == "sparse" for kind in listed]:
         raise ConfigReader("config.json", document).wrong(
             "is_moe_layer", is_sparse, "true where mlp_layer_types is sparse"
         )
@@ -95,7 +97,7 @@ def _rows(config: ExaoneMoeModel.Config) -> tuple[KeyMapping, ...]:
     return DENSE_ROWS + replaced(experts, rows.selection_bias("mlp.e_score_correction_bias"))
 
 
-def _write_experts(config: ExaoneMoeModel.Config) -> dict[str, Any]:
+def _write_experts(config: ExaoneMoeModel.Config) -> dict[str, object]:
     return {"is_moe_layer": [config.moe.is_sparse(index) for index in range(config.n_layers)]}
 
 
@@ -154,14 +156,14 @@ _WITH_WINDOWS = 64
 """Layers of the only size of EXAONE 4 with windows; llama.cpp recognizes it by this number."""
 
 
-def _gguf_keys(config: Exaone4Model.Config) -> dict[str, Any]:
+def _gguf_keys(config: Exaone4Model.Config) -> dict[str, object]:
     has_windows, must = config.sliding_window is not None, config.n_layers == _WITH_WINDOWS
     words = f"a window in {_WITH_WINDOWS} layers only"
     require_gguf(has_windows == must, "sliding_window", config.sliding_window, words)
     return {}
 
 
-def _gguf_experts(config: ExaoneMoeModel.Config) -> dict[str, Any]:
+def _gguf_experts(config: ExaoneMoeModel.Config) -> dict[str, object]:
     window, n_shared = config.sliding_window, config.moe.n_shared_experts
     require_gguf(window is not None, "sliding_window", window, "a window")
     require_gguf(n_shared > 0, "moe.n_shared_experts", n_shared, "at least 1")

@@ -2,6 +2,7 @@
 Hugging Face format."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -86,7 +87,7 @@ _BASES = {"full_attention": ("rope_theta", 1e6), "sliding_attention": ("rope_loc
 """Section of `rope_parameters` → its base in older files: key and default."""
 
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json without keys that older files leave open: there, "gelu" and null mean
     GELU by tanh."""
     unsaid = {"hidden_act": "gelu", "hidden_activation": None}
@@ -95,7 +96,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _prepare_gemma3(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare_gemma3(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with `layer_types` for its pattern, and RoPE by type of layer, else
     raise `UserError`."""
     document = _prepare(document)
@@ -125,9 +126,9 @@ def _prepare_gemma3(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-_SHARED: dict[str, Any] = {
-    "fixed": dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
-}
+_model_type = partial(
+    ModelType, fixed=dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
+)
 _DEFAULTS = {
     "tie_word_embeddings": True,
     "head_dim": 256,
@@ -149,7 +150,7 @@ _NAMES = (
 )
 _KEYS = {name: name for name in _NAMES} | WINDOW_KEYS
 
-_GEMMA3 = ModelType(
+_GEMMA3 = _model_type(
     architecture="Gemma3ForCausalLM",
     config=Gemma3Model.Config,
     rows=SANDWICH_ROWS,
@@ -163,21 +164,19 @@ _GEMMA3 = ModelType(
         # For transformers 4, which does not read `rope_parameters`.
         lambda c: {**write_rope(c.rope, c.max_seq_len), "rope_local_base_freq": c.local_rope.theta},
     ),
-    **_SHARED,
 )
 
 FORMAT = dense_format(
     {
-        "gemma": ModelType(
+        "gemma": _model_type(
             architecture="GemmaForCausalLM",
             config=GemmaModel.Config,
             rows=DENSE_ROWS,
             keys={"attention_bias": "attention_bias"},
             defaults={"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16},
             prepare=_prepare,
-            **_SHARED,
         ),
-        "gemma2": ModelType(
+        "gemma2": _model_type(
             architecture="Gemma2ForCausalLM",
             config=Gemma2Model.Config,
             rows=SANDWICH_ROWS,
@@ -186,7 +185,6 @@ FORMAT = dense_format(
             prepare=_prepare,
             # required by transformers
             write=write_if(lambda config: config.dim % config.n_heads == 0),
-            **_SHARED,
         ),
         "gemma3_text": _GEMMA3,
         "gemma3": _GEMMA3,
@@ -203,7 +201,7 @@ _LARGEST = {Gemma2Model.Config: 46, Gemma3Model.Config: 62}
 """Layers of the 27B models, whose scores have another scale; llama.cpp knows them by the number."""
 
 
-def _gguf_scores(config: Gemma2Model.Config) -> dict[str, Any]:
+def _gguf_scores(config: Gemma2Model.Config) -> dict[str, object]:
     """Return the metadata of Gemma 2's attention. Raise `UserError` for another scale of scores
     than llama.cpp's."""
     is_largest = config.n_layers == _LARGEST[type(config)]
@@ -214,24 +212,24 @@ def _gguf_scores(config: Gemma2Model.Config) -> dict[str, Any]:
     return {} if cap is None else {"attn_logit_softcapping": float(cap)}
 
 
-def _gguf_logits(config: GemmaModel.Config) -> dict[str, Any]:
+def _gguf_logits(config: GemmaModel.Config) -> dict[str, object]:
     cap = config.final_logit_softcapping
     return {} if cap is None else {"final_logit_softcapping": float(cap)}
 
 
-def _gguf_1(config: GemmaModel.Config) -> dict[str, Any]:
+def _gguf_1(config: GemmaModel.Config) -> dict[str, object]:
     cap = config.final_logit_softcapping
     require_gguf(cap is None, "final_logit_softcapping", cap, "None in Gemma 1")
     return {}
 
 
-def _gguf_2(config: Gemma2Model.Config) -> dict[str, Any]:
+def _gguf_2(config: Gemma2Model.Config) -> dict[str, object]:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         require_gguf(getattr(config, name) is not None, name, None, "caps in Gemma 2")
     return _gguf_scores(config) | _gguf_logits(config)
 
 
-def _gguf_3(config: Gemma3Model.Config) -> dict[str, Any]:
+def _gguf_3(config: Gemma3Model.Config) -> dict[str, object]:
     cap, local = config.attn_logit_softcapping, config.local_rope
     require_gguf(cap is None, "attn_logit_softcapping", cap, "None in Gemma 3")
     require_gguf(not local.is_scaled, "local_rope.scaling", local.scaling, "unscaled windows")

@@ -1,6 +1,6 @@
 """The models of Gemma 4 for text, and their Hugging Face format."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -15,6 +15,7 @@ from torchtitan.models.common.attention import (
 )
 from torchtitan.models.common.blocks import PerLayerBlock, PerLayerEmbeddings, ScaledSandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.feed_forward import GatedFeedForward
 from torchtitan.models.common.gguf import (
     Architecture,
     Experts,
@@ -129,6 +130,7 @@ class Gemma4Model(ScaledEmbeddingDecoder):
     def __init__(self, config: Config):
         super().__init__(config)
         if width := config.hidden_size_per_layer_input:
+            assert self.tok_embeddings is not None
             self.per_layer = PerLayerEmbeddings(
                 config.n_layers, width, self.tok_embeddings, self.make_norm
             )
@@ -163,11 +165,13 @@ class Gemma4Model(ScaledEmbeddingDecoder):
             return sizes
         return replace(sizes, n_kv_heads=self.config.num_global_key_value_heads)
 
-    def make_feed_forward(self, index: int, *args: Any, **options: Any) -> nn.Module:
+    def make_feed_forward(
+        self, index: int, kind: Callable[..., nn.Module] = GatedFeedForward, **options: object
+    ) -> nn.Module | None:
         width = self.config.ffn_dim
         if self.config.use_double_wide_mlp and self.config.shares_keys(index):
             width *= 2
-        return super().make_feed_forward(index, *args, hidden_dim=width, **options)
+        return super().make_feed_forward(index, kind, hidden_dim=width, **options)
 
     def head_dim_of_layer(self, index: int) -> int:
         return (
@@ -207,8 +211,8 @@ class Gemma4MoEModel(ExpertLayers, Gemma4Model):
     block_kind = DenseAndExpertsBlock
     make_experts = GeGLUExperts
 
-    def make_router(self, *args: Any, **options: Any) -> ScaledRouter:
-        return ScaledRouter(*args, norm=self.make_norm, **options)
+    def make_router(self, config: MoEConfig, *, dim: int, init_std: float) -> ScaledRouter:
+        return ScaledRouter(config, dim=dim, norm=self.make_norm, init_std=init_std)
 
     def make_block(self, index: int, **options: object) -> nn.Module:
         return super().make_block(
@@ -240,7 +244,7 @@ _GLOBAL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key
 """Size of the heads in layers with windows → in layers of full attention."""
 
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with the types of all layers, without keys that have no effect, and with
     `_GLOBAL` instead of the `per_layer_config` that transformers writes. Raise `UserError` if that
     has other sizes."""
@@ -290,7 +294,7 @@ _KEYS = {**WINDOW_KEYS, **{name: name for name in _NAMES}}
 _FIXED = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh") | {
     "enable_moe_block": False
 }
-_LARGE: Any = {"keys": _KEYS, "fixed": {**_FIXED, **dict.fromkeys(_SMALL[:2], 0)}}
+_FIXED_LARGE = {**_FIXED, **dict.fromkeys(_SMALL[:2], 0)}
 
 _OF_EXPERTS = {
     "moe.norm": "pre_feedforward_layernorm_2",
@@ -328,15 +332,18 @@ _DENSE = ModelType(
         lambda config: {"vocab_size_per_layer_input": config.vocab_size},
     ),
 )
-_EXPERTS: Any = {
-    "keys": {**_KEYS, **_EXPERT_KEYS},
-    "fixed": {**_LARGE["fixed"], "enable_moe_block": True},
-}
+_LARGE = replace(_DENSE, keys=_KEYS, fixed=_FIXED_LARGE)
+_EXPERTS = replace(
+    _DENSE,
+    config=Gemma4MoEModel.Config,
+    keys={**_KEYS, **_EXPERT_KEYS},
+    fixed={**_FIXED_LARGE, "enable_moe_block": True},
+)
 
 _TYPES = {
     **dict.fromkeys(("gemma4_text", "gemma4"), _DENSE),
-    **dict.fromkeys(("gemma4_unified_text", "gemma4_unified"), replace(_DENSE, **_LARGE)),
-    "gemma4_text:enable_moe_block": replace(_DENSE, config=Gemma4MoEModel.Config, **_EXPERTS),
+    **dict.fromkeys(("gemma4_unified_text", "gemma4_unified"), _LARGE),
+    "gemma4_text:enable_moe_block": _EXPERTS,
 }
 FORMAT = dense_format(
     _TYPES, without=("model.vision_", "model.audio_", "model.embed_vision.", "model.embed_audio.")
@@ -382,10 +389,10 @@ def _check_gguf(config: Gemma4Model.Config) -> None:
     require_gguf(not n_shared or last == [True, False], "num_kv_shared_layers", n_shared, must)
 
 
-def _gguf_keys(config: Gemma4Model.Config) -> dict[str, Any]:
+def _gguf_keys(config: Gemma4Model.Config) -> dict[str, object]:
     _check_gguf(config)
     layers, wide = range(config.n_layers), config.resolved_head_dim
-    keys: dict[str, Any] = {
+    keys: dict[str, object] = {
         **{f"attention.{name}_length": config.global_head_dim for name in ("key", "value")},
         **{f"attention.{name}_length_swa": wide for name in ("key", "value")},
         "attention.head_count_kv": [
@@ -407,19 +414,19 @@ def _gguf_keys(config: Gemma4Model.Config) -> dict[str, Any]:
     return keys
 
 
-_GGUF: Any = {
-    "rotation": Rotation(part=True, own=True, scalings=("linear", "llama3", "proportional")),
-    "rows": _gguf_rows,
-    "windows": "stated",
-    "keys": _gguf_keys,
-}
+_architecture = partial(
+    Architecture,
+    name="gemma4",
+    rotation=Rotation(part=True, own=True, scalings=("linear", "llama3", "proportional")),
+    rows=_gguf_rows,
+    windows="stated",
+    keys=_gguf_keys,
+)
 
 GGUF = gguf_format(
-    Architecture(name="gemma4", config=Gemma4Model.Config, **_GGUF),
-    Architecture(
-        name="gemma4",
+    _architecture(config=Gemma4Model.Config),
+    _architecture(
         config=Gemma4MoEModel.Config,
         experts=Experts({"norm_topk_prob": True, "shared_ffn_dim": None}),
-        **_GGUF,
     ),
 )

@@ -2,7 +2,7 @@
 Face format."""
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from torchtitan.models.common import gguf, gguf_rows
 from torchtitan.models.common import hugging_face as hf
@@ -38,21 +38,22 @@ def _rows(config: GLMModel.Config) -> list[KeyMapping]:
     return hf.interleaved(hf.replaced(hf.dense_rows(**_NORMS), hf.FUSED_GATE_UP), config)
 
 
-_SHARED: dict[str, Any] = {
-    "rows": _rows,
-    "keys": {"attention_bias": "attention_bias"},
-    "defaults": {
+_model_type = partial(
+    hf.ModelType,
+    rows=_rows,
+    keys={"attention_bias": "attention_bias"},
+    defaults={
         "num_key_value_heads": 2,
         "head_dim": 128,
         "rms_norm_eps": 1.5625e-7,
         "partial_rotary_factor": 0.5,
     },
-}
+)
 
 FORMAT = hf.dense_format(
     {
-        "glm4": hf.ModelType(architecture="Glm4ForCausalLM", config=GLM4Model.Config, **_SHARED),
-        "glm": hf.ModelType(architecture="GlmForCausalLM", config=GLMModel.Config, **_SHARED),
+        "glm4": _model_type(architecture="Glm4ForCausalLM", config=GLM4Model.Config),
+        "glm": _model_type(architecture="GlmForCausalLM", config=GLMModel.Config),
     }
 )
 

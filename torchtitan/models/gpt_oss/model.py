@@ -1,7 +1,6 @@
 """gpt-oss (arXiv:2508.10925), and its Hugging Face format."""
 
 from functools import partial
-from typing import Any
 
 from torchtitan.models.common import gguf, gguf_rows
 from torchtitan.models.common.config_reader import ConfigReader
@@ -33,7 +32,7 @@ _YARN = {
 }
 
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with `layer_types` and the scaling of RoPE, which have defaults."""
     n_layers = ConfigReader("config.json", document).n_layers()
     types = ["full_attention" if index % 2 else "sliding_attention" for index in range(n_layers)]
@@ -69,7 +68,7 @@ _TYPE = ModelType(
 FORMAT = dense_format({"gpt_oss": _TYPE})
 
 
-def _check_gguf(config: MoEDecoder.Config) -> dict[str, Any]:
+def _check_gguf(config: MoEDecoder.Config) -> dict[str, object]:
     has_biases, window = config.attention_bias, config.sliding_window
     gguf.require_gguf(has_biases, "attention_bias", has_biases, "True")
     gguf.require_gguf(window is not None, "sliding_window", window, "a window")

@@ -3,13 +3,14 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any, Literal, Unpack, cast
 
 from torch import Tensor, nn
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.feed_forward import GatedFeedForward
+from torchtitan.models.common.feed_forward import GatedFeedForward, InitStds, LayerSizes
 from torchtitan.models.common.gguf import (
     NEIGHBORS,
     Architecture,
@@ -50,12 +51,18 @@ class Multiplied:
     class Config:
         __slots__ = ()
 
+        embedding_multiplier: float
+        attention_multiplier: float
+        residual_multiplier: float
+        logits_scaling: float
+        tie_embeddings: bool
+
         def validate(self) -> None:
             decoder = cast(Decoder.Config, super())
             decoder.validate()
             cast(Decoder.Config, self).check_positive(*_MULTIPLIERS)
 
-    config: Any
+    config: Config
 
     def make_block(self, index: int, **options: Any) -> nn.Module:
         decoder = cast(Decoder, super())
@@ -82,7 +89,7 @@ class Multiplied:
             else TruncatedNormal(init.std / self.config.embedding_multiplier)
         )
 
-    def init_stds(self, index: int) -> dict[str, Any]:
+    def init_stds(self, index: int) -> InitStds:
         stds = cast(Decoder, super()).init_stds(index)
         return {**stds, "out_init_std": stds["out_init_std"] / self.config.residual_multiplier}
 
@@ -155,7 +162,7 @@ class Granite4MoEModel(ExpertLayers, Granite4Model):
 
     config: Config
 
-    def make_shared(self, width: int, **sizes: Any) -> nn.Module | None:
+    def make_shared(self, width: int, **sizes: Unpack[LayerSizes]) -> nn.Module | None:
         shared_dim = self.config.moe.shared_ffn_dim
         return GatedFeedForward(hidden_dim=shared_dim, **sizes) if shared_dim else None
 
@@ -164,13 +171,15 @@ _NO_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 """`time_step_limit` as in Python, and as transformers writes it."""
 
 
-def _prepare_4(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare_4(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with the values that transformers gives to absent keys, and the types of
     layers in the newer spelling; without keys of Mamba if no layer is of that kind. Raise
     `UserError` for contradictory sizes."""
     document = {"num_local_experts": 8, **document}
     limit = document.pop("time_step_limit", None)
-    if limit is not None and [*limit] not in _NO_LIMIT:
+    if isinstance(limit, tuple):
+        limit = [*limit]
+    if limit is not None and limit not in _NO_LIMIT:
         raise UnsupportedModelError(
             f"config.json: time_step_limit is {limit!r}, which this family does not support (only "
             f"{_NO_LIMIT[0]!r})"
@@ -178,17 +187,18 @@ def _prepare_4(document: dict[str, Any]) -> dict[str, Any]:
     reader = ConfigReader("config.json", document)
     n_layers = reader.n_layers()
     names = [name for name in ("layer_types", "layers_block_type") if name in document]
+    types: list[object] = []
     for name in names:
-        types = document.pop(name)
-        known = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
-        if types is None:  # as if absent
+        said = document.pop(name)
+        if said is None:  # as if absent
             continue
-        if not known:
-            raise UserError(f"config.json: {name} is {types!r}, but must be a list of types")
-        types = [LAYER_NAMES.get(kind, kind) for kind in types]
-        if document.setdefault("types", types) != types:
+        if not (isinstance(said, list) and all(isinstance(kind, str) for kind in said)):
+            raise UserError(f"config.json: {name} is {said!r}, but must be a list of types")
+        renamed: list[object] = [LAYER_NAMES.get(kind, kind) for kind in said]
+        if types not in ([], renamed):
             raise UserError(f"config.json: {' and '.join(names)} contradict each other")
-    types = document.pop("types", None) or ["linear_attention"] * n_layers
+        types = renamed
+    types = types or ["linear_attention"] * n_layers
     document["layer_types"] = types
     if document.get("position_embedding_type") is None:
         document["position_embedding_type"] = "nope"
@@ -208,7 +218,7 @@ def _prepare_4(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def _write_4(config: Granite4Model.Config) -> dict[str, Any] | None:
+def _write_4(config: Granite4Model.Config) -> dict[str, object] | None:
     """Return the types of layers, and sizes that transformers checks, even in models without Mamba;
     None: it cannot describe the model."""
     kinds = [config.type_of(index) for index in range(config.n_layers)]
@@ -316,26 +326,26 @@ _SCALES = dict(
 )
 
 
-def _gguf_scales(config: Any) -> dict[str, Any]:
+def _gguf_scales(config: Multiplied.Config) -> dict[str, object]:
     return {key: float(getattr(config, ours)) for ours, key in _SCALES.items()}
 
 
-def _gguf_4(config: Granite4Model.Config) -> dict[str, Any]:
+def _gguf_4(config: Granite4Model.Config) -> dict[str, object]:
     """Return the factors, and whether attention has positions."""
-    moe = getattr(config, "moe", None)
-    width, must = moe and moe.ffn_dim, f"--model.ffn_dim {config.ffn_dim}, or None"
+    width = config.moe.ffn_dim if isinstance(config, ExpertLayers.Config) else None
+    must = f"--model.ffn_dim {config.ffn_dim}, or None"
     require_gguf(width in (None, config.ffn_dim), "moe.ffn_dim", width, must)
     has_positions = config.position_embedding_type == "rope"
     return {**_gguf_scales(config), "rope.scaling.finetuned": has_positions}
 
 
-def _gguf_moe(config: Granite4MoEModel.Config) -> dict[str, Any]:
+def _gguf_moe(config: Granite4MoEModel.Config) -> dict[str, object]:
     kind = config.position_embedding_type
     require_gguf(kind == "rope", "position_embedding_type", kind, "rope with experts alone")
     return _gguf_4(config)
 
 
-def _gguf_hybrid(config: Granite4Model.Config) -> dict[str, Any]:
+def _gguf_hybrid(config: Granite4Model.Config) -> dict[str, object]:
     must = f"such that all heads are twice as wide as --model.dim {config.dim}"
     fits = config.mamba.dim == 2 * config.dim
     require_gguf(fits, "mamba.head_dim", config.mamba.head_dim, must)
@@ -346,23 +356,27 @@ def _gguf_hybrid(config: Granite4Model.Config) -> dict[str, Any]:
 class _WithMamba(Architecture):
     """The architecture of models that have layers of Mamba."""
 
-    def is_for(self, config: Any) -> bool:
-        if not super().is_for(config):
+    def is_for(self, config: Decoder.Config) -> bool:
+        if not super().is_for(config) or not isinstance(config, Granite4Model.Config):
             return False
         return any(config.type_of(index) == "linear_attention" for index in range(config.n_layers))
 
 
-_GGUF: Any = {"rotation": NEIGHBORS, "biased": "qkvof"}
-_GGUF_HYBRID: Any = {**_GGUF, "rows": gguf_mamba_rows, "keys": _gguf_hybrid}
-_GGUF_MOE: Any = {
-    "config": Granite4MoEModel.Config,
-    "experts": Experts({"norm_topk_prob": True}, chosen=("shared_ffn_dim",)),
-}
+_granite = partial(Architecture, name="granite", rotation=NEIGHBORS, biased="qkvof")
+_hybrid = partial(
+    _WithMamba,
+    name="granitehybrid",
+    rotation=NEIGHBORS,
+    biased="qkvof",
+    rows=gguf_mamba_rows,
+    keys=_gguf_hybrid,
+)
+_EXPERTS = Experts({"norm_topk_prob": True}, chosen=("shared_ffn_dim",))
 
 GGUF = gguf_format(
-    Architecture(name="granite", config=GraniteModel.Config, keys=_gguf_scales, **_GGUF),
-    _WithMamba(name="granitehybrid", config=Granite4Model.Config, **_GGUF_HYBRID),
-    _WithMamba(name="granitehybrid", **_GGUF_MOE, **_GGUF_HYBRID),
-    Architecture(name="granite", config=Granite4Model.Config, keys=_gguf_4, **_GGUF),
-    Architecture(name="granitemoe", keys=_gguf_moe, **_GGUF_MOE, **_GGUF),
+    _granite(config=GraniteModel.Config, keys=_gguf_scales),
+    _hybrid(config=Granite4Model.Config),
+    _hybrid(config=Granite4MoEModel.Config, experts=_EXPERTS),
+    _granite(config=Granite4Model.Config, keys=_gguf_4),
+    _granite(name="granitemoe", config=Granite4MoEModel.Config, experts=_EXPERTS, keys=_gguf_moe),
 )

@@ -35,7 +35,7 @@ class HunyuanMoeModel(NormedAfterRoPE, MoEDecoder):
     """The same with experts in all layers, next to one that every token passes through."""
 
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with the constant factor of RoPE's base, `alpha`, in its base. Raise
     `UserError` if two keys for the width of heads differ."""
     reader = ConfigReader("config.json", document)
@@ -60,7 +60,7 @@ _LISTS = ("num_experts", "moe_topk", "num_shared_expert", "moe_intermediate_size
 """Keys that may have one value per layer."""
 
 
-def _prepare_experts(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare_experts(document: dict[str, object]) -> dict[str, object]:
     """Return the same with one value for all layers. Raise `UserError` if layers differ, or experts
     are wider or narrower than the shared one."""
     document, reader = _prepare(document), ConfigReader("config.json", document)

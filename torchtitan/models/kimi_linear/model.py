@@ -118,7 +118,7 @@ _OTHER_KEYS = {
 """Key that transformers also reads → the key in its files."""
 
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with the types of layers, the widths of heads and the sizes of Kimi
     Delta Attention. Raise `UserError` for layers without a type or with two."""
     renamed = {_OTHER_KEYS.get(key, key): value for key, value in document.items()}
@@ -133,7 +133,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return with_widths({**plain, **sizes, **types, "linear_attn_config": None}, plain=128)
 
 
-def _layer_types(reader: ConfigReader, section: Mapping[str, Any]) -> list[str]:
+def _layer_types(reader: ConfigReader, section: Mapping[str, object]) -> list[str]:
     """Return the types of layers, by their numbers in `linear_attn_config`, from 1."""
     n_layers = reader.n_layers()
     if not {"full_attn_layers", "kda_layers"} <= {*section}:
@@ -155,7 +155,7 @@ def _layer_types(reader: ConfigReader, section: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _write(config: KimiLinearModel.Config) -> dict[str, Any]:
+def _write(config: KimiLinearModel.Config) -> dict[str, object]:
     """Return the keys of layers, heads and Kimi Delta Attention, as published."""
     numbers = range(1, config.n_layers + 1)
     full = [number for number in numbers if config.type_of(number - 1) == "full_attention"]
@@ -168,12 +168,12 @@ def _write(config: KimiLinearModel.Config) -> dict[str, Any]:
 
 
 def _rows(config: KimiLinearModel.Config) -> tuple[KeyMapping, ...]:
-    experts: Any = {"folder": "block_sparse_moe", "names": ("w1", "w2", "w3")}
+    folder, names = "block_sparse_moe", ("w1", "w2", "w3")
     return (
         *DENSE_ROWS,
         *LATENT_ROWS,
         *KIMI_DELTA_ROWS,
-        *rows.expert_rows(config, shared="shared_experts", **experts),
+        *rows.expert_rows(config, shared="shared_experts", folder=folder, names=names),
     )
 
 
@@ -237,7 +237,7 @@ def _gguf_rows(config: KimiLinearModel.Config) -> tuple[KeyMapping, ...]:
     )
 
 
-def _gguf_keys(config: KimiLinearModel.Config) -> dict[str, Any]:
+def _gguf_keys(config: KimiLinearModel.Config) -> dict[str, object]:
     rank, n_heads = config.q_lora_rank, config.linear_num_heads
     require_gguf(rank is None, "q_lora_rank", rank, "None")
     must = f"--model.n_heads {config.n_heads}"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.gguf import Architecture, Experts, gguf_format, require_gguf
@@ -85,7 +85,7 @@ class Lfm2MoEModel(ExpertLayers, Lfm2Model):
     make_router = Lfm2Router
 
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with `layer_types` and the width of the feed-forward network, instead of
     the keys that they follow from in older files. Raise `UserError` for unusable keys."""
     older = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
@@ -109,7 +109,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return {**document, "block_auto_adjust_ff_dim": False}
 
 
-def _prepare_experts(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare_experts(document: dict[str, object]) -> dict[str, object]:
     document = prepare_dense_layers(document, 2, "num_dense_layers")
     if "tie_embedding" in document:
         document["tie_word_embeddings"] = document["tie_embedding"]
@@ -210,7 +210,7 @@ def _gguf_rows(config: Lfm2Model.Config) -> tuple[KeyMapping, ...]:
     )
 
 
-def _gguf_keys(config: Lfm2Model.Config) -> dict[str, Any]:
+def _gguf_keys(config: Lfm2Model.Config) -> dict[str, object]:
     require_gguf(not config.conv_bias, "conv_bias", True, "False")
     types = config.layer_types
     kinds = {types[index % len(types)] for index in range(config.n_layers)}
@@ -222,17 +222,16 @@ def _gguf_keys(config: Lfm2Model.Config) -> dict[str, Any]:
     return {"shortconv.l_cache": config.conv_width, "attention.head_count_kv": heads}
 
 
-_GGUF: Any = {"rows": _gguf_rows, "keys": _gguf_keys, "any_head_width": False}
+_architecture = partial(Architecture, rows=_gguf_rows, keys=_gguf_keys, any_head_width=False)
 
 GGUF = gguf_format(
-    Architecture(name="lfm2", config=Lfm2Model.Config, **_GGUF),
-    Architecture(
+    _architecture(name="lfm2", config=Lfm2Model.Config),
+    _architecture(
         name="lfm2moe",
         config=Lfm2MoEModel.Config,
         experts=Experts(
             {"norm_topk_prob": True, "selection_bias": True, "shared_ffn_dim": None},
             chosen=("scoring_func", "layer_types"),
         ),
-        **_GGUF,
     ),
 )

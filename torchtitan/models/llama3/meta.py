@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TypedDict
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.rope import RoPEConfig
@@ -118,7 +118,7 @@ def from_params_json(document: Mapping[str, object]) -> Llama3Model.Config:
     return config
 
 
-def to_params_json(config: Llama3Model.Config) -> dict[str, Any]:
+def to_params_json(config: Llama3Model.Config) -> dict[str, object]:
     """Return the params.json of a model. Raise `UserError` if Meta's code cannot compute the
     model."""
     _check_expressible(config)
@@ -130,7 +130,7 @@ def to_params_json(config: Llama3Model.Config) -> dict[str, Any]:
         "rope_scaling_factor": factor,
     }
     implied = _implied(factor != 1.0)
-    extra = {key: value for key, value in said.items() if value != implied[key]}
+    extra = {key: value for key, value in said.items() if (key, value) not in implied.items()}
     if "rope_scaling_factor" in extra:
         logger.warning(
             f"params.json cannot express that RoPE is scaled by {factor:g}: Meta's code scales by "
@@ -153,7 +153,13 @@ def to_params_json(config: Llama3Model.Config) -> dict[str, Any]:
 FORMAT = ExternalFormat(adapter=adapter, to_external=to_params_json, from_external=from_params_json)
 
 
-def _implied(is_scaled: bool, *, has_theta: bool = True) -> dict[str, Any]:
+class _Extra(TypedDict):
+    tie_embeddings: bool
+    max_seq_len: int
+    rope_scaling_factor: float
+
+
+def _implied(is_scaled: bool, *, has_theta: bool = True) -> _Extra:
     """Return the values under `_EXTRA` that Meta's keys imply: the context of Llama 3.1, 3 or 2."""
     unscaled_context = 8192 if has_theta else 4096
     return {

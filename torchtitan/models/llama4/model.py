@@ -84,7 +84,7 @@ def _rows(config: Llama4Model.Config) -> list[KeyMapping]:
     ]
 
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with `layer_types` and `mlp_layer_types`. Raise `UserError` for
     contradictory keys."""
     reader = ConfigReader("config.json", document)
@@ -117,7 +117,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write(config: Llama4Model.Config) -> dict[str, Any]:
+def _write(config: Llama4Model.Config) -> dict[str, object]:
     has_rope = [int(config.has_window(index)) for index in range(config.n_layers)]
     sparse = [index for index in range(config.n_layers) if config.moe.is_sparse(index)]
     types = ["chunked_attention" if rope else "full_attention" for rope in has_rope]
@@ -167,7 +167,7 @@ _MAVERICK = 128
 """Experts of the size without norms of queries and keys; llama.cpp recognizes it by this number."""
 
 
-def _gguf_keys(config: Llama4Model.Config) -> dict[str, Any]:
+def _gguf_keys(config: Llama4Model.Config) -> dict[str, object]:
     has_norm = config.moe.n_experts != _MAVERICK
     for option, must in (
         ("use_qk_norm", has_norm),

@@ -27,15 +27,13 @@ class MiniMaxM2Model(MoEDecoder):
         return super().make_attention(index, qk_wide_norm=self.make_norm, **options)
 
 
-_EXPERTS: Any = {"folder": "block_sparse_moe", "names": ("w1", "w2", "w3")}
-
-
 def _rows(config: MiniMaxM2Model.Config) -> tuple[KeyMapping, ...]:
     bias = rows.selection_bias("block_sparse_moe.e_score_correction_bias")
-    return DENSE_ROWS + replaced(rows.expert_rows(config, **_EXPERTS), bias)
+    experts = rows.expert_rows(config, folder="block_sparse_moe", names=("w1", "w2", "w3"))
+    return DENSE_ROWS + replaced(experts, bias)
 
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with the rotated part of a head for their number of elements. Raise
     `UserError` for layers without softmax attention."""
     reader = ConfigReader("config.json", {"head_dim": 128, **document})

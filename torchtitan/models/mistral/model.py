@@ -10,7 +10,7 @@ from torch import nn
 from torchtitan.models.common.attention import TemperedAttention
 from torchtitan.models.common.gguf import NEIGHBORS, Architecture, Rotation, gguf_format
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, write_if
-from torchtitan.models.common.hugging_face_rope import GROWTH, prepare_growth, write_rope
+from torchtitan.models.common.hugging_face_rope import GROWTH, prepare_growth, write_scaling
 from torchtitan.models.common.layer_types import WINDOW_KEYS, WindowedDecoder
 from torchtitan.models.common.rope import check_growth
 
@@ -52,7 +52,7 @@ _ALL_LAYERS = ModelType(
 )
 
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json without types of layers if it has no window, so that it is written as
     Mistral: transformers' Ministral needs a window."""
     unused = () if document.get("sliding_window", True) else ("layer_types",)
@@ -74,8 +74,8 @@ _YARN = {
 }
 
 
-def _write_growth(config: Ministral3Model.Config) -> dict[str, Any]:
-    scaling = write_rope(config.rope, config.max_seq_len)["rope_scaling"]
+def _write_growth(config: Ministral3Model.Config) -> dict[str, object]:
+    scaling = write_scaling(config.rope, config.max_seq_len) or {}
     return {"rope_scaling": {**scaling, GROWTH: config.llama_4_scaling_beta}}
 
 
@@ -86,13 +86,13 @@ _TEMPERED = dataclasses.replace(
     keys={**_ALL_LAYERS.keys, GROWTH: GROWTH},
     defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
     prepare=lambda document: prepare_growth(document, _YARN),
-    write=_write_growth,
+    write=write_if(lambda config: config.rope.is_scaled, _write_growth),
 )
 
 FORMAT = dense_format({"mistral": _ALL_LAYERS, "ministral": _SOME_LAYERS, "ministral3": _TEMPERED})
 
 
-def _gguf_growth(config: Ministral3Model.Config) -> dict[str, Any]:
+def _gguf_growth(config: Ministral3Model.Config) -> dict[str, object]:
     return {
         "attention.temperature_scale": float(config.llama_4_scaling_beta),
         "rope.scaling.yarn_log_multiplier": 1.0,

@@ -1,15 +1,16 @@
 """Nemotron-H (NVIDIA, arXiv:2504.03624) and Nemotron 3 (arXiv:2512.20848), and their Hugging Face
 format."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import ClassVar, Literal, Unpack
 
 from torch import nn
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.feed_forward import FeedForward, squared_relu
+from torchtitan.models.common.feed_forward import FeedForward, LayerSizes, squared_relu
 from torchtitan.models.common.gguf import Architecture, Experts, gguf_format, require_gguf
 from torchtitan.models.common.gguf_recurrent import gguf_mamba_rows, is_recurrent, mamba_keys
 from torchtitan.models.common.hugging_face import ModelType, dense_format, module_rows, replaced
@@ -53,7 +54,9 @@ class NemotronHModel(MambaDecoder):
     def rope_of_layer(self, index: int) -> RoPEConfig | None:
         return None
 
-    def make_feed_forward(self, index: int, *args: Any, **options: Any) -> Any:
+    def make_feed_forward(
+        self, index: int, kind: Callable[..., nn.Module] = FeedForward, **options: object
+    ) -> nn.Module | None:
         if self.config.type_of(index) != "mlp":
             return None
         own = {"activation": squared_relu, "bias": self.config.mlp_bias}
@@ -86,12 +89,14 @@ class NemotronHMoEModel(ExpertLayers, NemotronHModel):
 
     make_experts = SquaredReLUExperts
 
-    def make_feed_forward(self, index: int, *args: Any, **options: Any) -> Any:
+    def make_feed_forward(
+        self, index: int, kind: Callable[..., nn.Module] = FeedForward, **options: object
+    ) -> nn.Module | None:
         if self.config.type_of(index) == "moe":
             return ExpertLayers.make_feed_forward(self, index)
         return NemotronHModel.make_feed_forward(self, index)
 
-    def make_shared(self, width: int, **sizes: Any) -> nn.Module | None:
+    def make_shared(self, width: int, **sizes: Unpack[LayerSizes]) -> nn.Module | None:
         config = self.config
         if not config.moe.shared_ffn_dim:
             return None
@@ -114,7 +119,7 @@ _OLDER_KEYS = {
 PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with the types of layers, without older keys, and without experts if no
     layer has them. Raise `UserError` for an unknown type."""
     older = {name: document[key] for key, name in _OLDER_KEYS.items() if key in document}
@@ -139,7 +144,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return {**document, **layers, "n_routed_experts": n_experts}
 
 
-def _write(config: NemotronHModel.Config) -> dict[str, Any] | None:
+def _write(config: NemotronHModel.Config) -> dict[str, object] | None:
     """Return the types of layers, also as older code reads them; None: it cannot describe the
     model."""
     types = [config.type_of(index) for index in range(config.n_layers)]
@@ -271,7 +276,7 @@ _GGUF_ROWS = (
 )
 
 
-def _gguf_keys(config: NemotronHModel.Config) -> dict[str, Any]:
+def _gguf_keys(config: NemotronHModel.Config) -> dict[str, object]:
     """Return the metadata of layers; a layer with a width of 0 and no heads is Mamba 2."""
     is_recurrent(config)
     if step := config.mamba.least_step:
@@ -291,7 +296,7 @@ def _gguf_keys(config: NemotronHModel.Config) -> dict[str, Any]:
     }
 
 
-def _gguf_experts(config: NemotronHMoEModel.Config) -> dict[str, Any]:
+def _gguf_experts(config: NemotronHMoEModel.Config) -> dict[str, object]:
     kinds = [config.type_of(index) for index in range(config.n_layers)]
     fits = "moe" in kinds and "mlp" not in kinds
     require_gguf(fits, "layer_types", config.layer_types, "moe, and not mlp, with --model.moe")
@@ -302,11 +307,13 @@ def _gguf_experts(config: NemotronHMoEModel.Config) -> dict[str, Any]:
 
 
 _GGUF_CHOICES = ("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
-_GGUF: Any = {"rows": lambda config: (*_GGUF_ROWS, *gguf_mamba_rows(config)), "biased": "qkvof"}
+_architecture = partial(
+    Architecture, rows=lambda config: (*_GGUF_ROWS, *gguf_mamba_rows(config)), biased="qkvof"
+)
 
 GGUF = gguf_format(
-    Architecture(name="nemotron_h", config=NemotronHModel.Config, keys=_gguf_keys, **_GGUF),
-    Architecture(
+    _architecture(name="nemotron_h", config=NemotronHModel.Config, keys=_gguf_keys),
+    _architecture(
         name="nemotron_h_moe",
         config=NemotronHMoEModel.Config,
         keys=_gguf_experts,
@@ -314,6 +321,5 @@ GGUF = gguf_format(
             {"selection_bias": True},
             chosen=("scoring_func", "shared_ffn_dim", *_GGUF_CHOICES),
         ),
-        **_GGUF,
     ),
 )

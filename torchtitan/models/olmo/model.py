@@ -1,6 +1,7 @@
 """OLMo 2 and 3 (arXiv:2501.00656, arXiv:2512.13961), and their Hugging Face formats."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -49,7 +50,7 @@ class Olmo3Model(Olmo2Model):
 _OLMO_3_THETA = 500_000.0
 
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json whose `rope_scaling` is under the type of layers that it holds for.
     Raise `UserError` for RoPE that transformers 4 and 5 read differently."""
     reader = ConfigReader("config.json", document)
@@ -70,7 +71,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def _rope_for_transformers_4(config: Olmo3Model.Config) -> dict[str, Any]:
+def _rope_for_transformers_4(config: Olmo3Model.Config) -> dict[str, object]:
     """Return the keys of RoPE of transformers 4, if they can describe the model: they scale full
     attention only."""
     is_plain = config.local_rope == RoPEConfig(theta=config.rope.theta)
@@ -103,7 +104,7 @@ FORMAT = dense_format(
 )
 
 
-def _gguf_windows(config: Olmo3Model.Config) -> dict[str, Any]:
+def _gguf_windows(config: Olmo3Model.Config) -> dict[str, object]:
     """Raise `UserError` unless layers with windows have the other layers' RoPE, unscaled."""
     theta = config.local_rope.theta
     fits = not config.local_rope.is_scaled and theta == config.rope.theta
@@ -111,9 +112,9 @@ def _gguf_windows(config: Olmo3Model.Config) -> dict[str, Any]:
     return {}
 
 
-_GGUF: Any = {"name": "olmo2", "any_head_width": False, "tying": Tying(copies=True)}
+_architecture = partial(Architecture, name="olmo2", any_head_width=False, tying=Tying(copies=True))
 
 GGUF = gguf_format(
-    Architecture(config=Olmo2Model.Config, **_GGUF),
-    Architecture(config=Olmo3Model.Config, windows=one_full_of(4), keys=_gguf_windows, **_GGUF),
+    _architecture(config=Olmo2Model.Config),
+    _architecture(config=Olmo3Model.Config, windows=one_full_of(4), keys=_gguf_windows),
 )

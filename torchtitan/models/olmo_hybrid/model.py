@@ -53,7 +53,7 @@ class OlmoHybridModel(DeltaNetDecoder):
         return self.config.rope if self.config.has_positions else None
 
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with values for the keys that transformers derives from others, and with
     `no_positions` for a `rope_theta` of null."""
     reader = ConfigReader("config.json", document)

@@ -1,8 +1,6 @@
 """Phi-3 (arXiv:2404.14219), Phi-3.5, Phi-4 (arXiv:2412.08905) and Phi-4-mini (arXiv:2503.01743),
 and their Hugging Face format."""
 
-from typing import Any
-
 from torchtitan.models.common import gguf, gguf_rows
 from torchtitan.models.common import hugging_face as hf
 from torchtitan.models.common.layer_types import WindowedDecoder
@@ -18,7 +16,7 @@ _SCALINGS = {"default": "default", "longrope": "longrope", "su": "longrope", "ya
 """Type of RoPE → what transformers computes: in early files of Phi-3, `yarn` names LongRoPE too."""
 
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with the current names of RoPE's types. Raise `UserError` for types of
     other families."""
     for section in ("rope_scaling", "rope_parameters"):
@@ -35,7 +33,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def _extra_keys(config: Phi3Model.Config) -> dict[str, Any]:
+def _extra_keys(config: Phi3Model.Config) -> dict[str, object]:
     """Return LongRoPE as in the published files, with the only three keys that transformers 4
     accepts, if they can say it."""
     rope = config.rope

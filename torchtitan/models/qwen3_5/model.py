@@ -2,7 +2,7 @@
 format."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.delta_net import (
@@ -39,8 +39,10 @@ class Qwen35MoEModel(ExpertLayers, Qwen35Model):
         moe: MoEConfig
         """Experts."""
 
+    config: Config
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with `layer_types`, and without keys that only matter for images: they
     assign RoPE's pairs to the three coordinates of a position, which are equal in text. Raise
     `UserError` for contradictory keys."""
@@ -105,7 +107,7 @@ def _gguf_rows(config: Qwen35Model.Config) -> tuple[KeyMapping, ...]:
     )
 
 
-def _gguf_keys(config: Qwen35Model.Config) -> dict[str, Any]:
+def _gguf_keys(config: Qwen35Model.Config) -> dict[str, object]:
     n_pairs = config.rope.rotated_dim(config.resolved_head_dim) // 2
     # Pairs take turns in getting their angles from a position's time, height and width, which are
     # equal in text; all pairs must get theirs from one of them.
@@ -113,14 +115,15 @@ def _gguf_keys(config: Qwen35Model.Config) -> dict[str, Any]:
     return {**delta_net_keys(config), "rope.dimension_sections": sections}
 
 
-_GGUF: Any = {"rotation": Rotation(part=True), "rows": _gguf_rows, "keys": _gguf_keys}
+_architecture = partial(
+    Architecture, rotation=Rotation(part=True), rows=_gguf_rows, keys=_gguf_keys
+)
 
 GGUF = gguf_format(
-    Architecture(name="qwen35", config=Qwen35Model.Config, **_GGUF),
-    Architecture(
+    _architecture(name="qwen35", config=Qwen35Model.Config),
+    _architecture(
         name="qwen35moe",
         config=Qwen35MoEModel.Config,
         experts=Experts({"norm_topk_prob": True}, chosen=("shared_ffn_dim",)),
-        **_GGUF,
     ),
 )

@@ -2,7 +2,6 @@
 Face format."""
 
 from dataclasses import replace
-from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.gguf import Architecture, Experts, Tying, gguf_format, require_gguf
@@ -33,7 +32,7 @@ class Qwen2MoeModel(MoEDecoder):
 _KEYS = {**QWEN_KEYS, **SPARSE_KEYS, "norm_topk_prob": "moe.norm_topk_prob"}
 
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with `mlp_layer_types` for its keys about dense layers, and without an
     unused window. Raise `UserError` for unusable keys."""
     reader = ConfigReader("config.json", document)
@@ -44,7 +43,7 @@ def _prepare(document: dict[str, Any]) -> dict[str, Any]:
     return prepare_sparse_steps(prepared)
 
 
-def _write(config: MoEDecoder.Config) -> dict[str, Any] | None:
+def _write(config: MoEDecoder.Config) -> dict[str, object] | None:
     if config.moe.ffn_dim is None:
         return None
     return {"use_sliding_window": config.sliding_window is not None, **write_sparse_steps(config)}
@@ -94,7 +93,7 @@ _2 = replace(
 FORMAT = dense_format({"qwen3_moe": _3, "qwen2_moe": _2})
 
 
-def _check_shared(config: MoEDecoder.Config) -> dict[str, Any]:
+def _check_shared(config: MoEDecoder.Config) -> dict[str, object]:
     width = config.moe.shared_ffn_dim
     require_gguf(width is not None, "moe.shared_ffn_dim", width, "an expert for every token")
     return {}

@@ -34,6 +34,8 @@ class Qwen3NextModel(ExpertLayers, GatedHybridDecoder):
         moe: MoEConfig
         """Experts."""
 
+    config: Config
+
 
 def _rows(config: Qwen3NextModel.Config) -> tuple[KeyMapping, ...]:
     """Return the rows; the projections of a key head and its value heads are neighbors."""

@@ -1,7 +1,6 @@
 """SmolLM3 (huggingface.co/blog/smollm3), and its Hugging Face format."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.gguf import NEIGHBORS, Architecture, gguf_format, require_gguf
@@ -36,7 +35,7 @@ class SmolLM3Model(WindowedDecoder):
         return self.config.rope if has_rope[index % len(has_rope)] else None
 
 
-def _prepare(document: dict[str, Any]) -> dict[str, Any]:
+def _prepare(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with a list instead of `no_rope_layer_interval`, and with windows in
     layers without positions, if it has windows. Raise `UserError` for contradictory keys."""
     reader = ConfigReader("config.json", document)
@@ -73,7 +72,7 @@ FORMAT = dense_format(
 )
 
 
-def _check_positions(config: SmolLM3Model.Config) -> dict[str, Any]:
+def _check_positions(config: SmolLM3Model.Config) -> dict[str, object]:
     """Raise `UserError` unless every fourth layer, and no other, is without positions."""
     has_rope = config.no_rope_layers
     fits = all(

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Unpack, cast
 
 from torch import Tensor, nn
 
 from torchtitan.models.common.blocks import ScaledSandwichBlock
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.feed_forward import GatedFeedForward, LayerSizes
 from torchtitan.models.common.layer_types import WindowedDecoder
 from torchtitan.models.common.moe.experts import RoutedExperts
 from torchtitan.models.common.moe.layer import MixtureOfExperts, MoEConfig
@@ -24,6 +25,8 @@ class ExpertLayers:
         __slots__ = ()
 
         moe: MoEConfig
+        dim: int
+        n_layers: int
         ffn_dim: int
 
         router_types: tuple[str, ...] = ("softmax",)
@@ -53,18 +56,20 @@ class ExpertLayers:
             must = "0: this family has one, of width --model.moe.shared_ffn_dim"
             require(is_counted or not n_shared, "--model.moe.n_shared_experts", n_shared, must)
 
-    config: Any
+    config: Config
 
     has_routers = True
     make_experts: Callable[..., RoutedExperts] = RoutedExperts
     make_router: Callable[..., Router] = Router
 
-    def make_feed_forward(self, index: int, *args: Any, **options: Any) -> nn.Module:
+    def make_feed_forward(
+        self, index: int, kind: Callable[..., nn.Module] = GatedFeedForward, **options: object
+    ) -> nn.Module | None:
         decoder, moe = cast(Decoder, super()), self.config.moe
         if not moe.is_sparse(index):
-            return decoder.make_feed_forward(index, *args, **options)
+            return decoder.make_feed_forward(index, kind, **options)
         width = self.config.expert_dim
-        sizes = {"dim": self.config.dim, **decoder.init_stds(index)}
+        sizes: LayerSizes = {"dim": self.config.dim, **decoder.init_stds(index)}
         router = self.make_router(moe, dim=self.config.dim, init_std=sizes["init_std"])
         router.layer = index
         experts = self.make_experts(
@@ -72,15 +77,18 @@ class ExpertLayers:
         )
         return MixtureOfExperts(router, experts, self.make_shared(width, **sizes))
 
-    def make_shared(self, width: int, **sizes: Any) -> nn.Module | None:
+    def make_shared(self, width: int, **sizes: Unpack[LayerSizes]) -> nn.Module | None:
         """Return the expert that gets all tokens, next to routed ones of a `width`; None: without
         it. `sizes`: of `GatedFeedForward`, without its width."""
-        shared: nn.Module | None = self.config.moe.make_shared(width, **sizes)
-        return shared
+        return self.config.moe.make_shared(width, **sizes)
 
 
 class DenseAndExpertsBlock(ScaledSandwichBlock):
     """Experts next to a `dense` network, both between norms of their own (Gemma 4)."""
+
+    moe: MixtureOfExperts
+    feed_forward: nn.Module
+    dense_post_norm: nn.Module
 
     def __init__(self, *parts: nn.Module, dense: nn.Module, dim: int, norm: NormFactory):
         super().__init__(*parts, dim=dim, norm=norm)

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from torchtitan.models.common.feed_forward import GatedFeedForward
+from torchtitan.models.common.feed_forward import GatedFeedForward, LayerSizes
 from torchtitan.models.common.moe.experts import RoutedExperts
 from torchtitan.models.common.moe.router import Router, RoutingConfig
 from torchtitan.protocols.attention import Documents
@@ -83,24 +83,27 @@ class MoEConfig(RoutingConfig):
             fits and self.top_k <= size * self.topk_group, "--model.moe.n_group", self.n_group, must
         )
 
-    def make_shared(self, width: int, **options: Any) -> nn.Module | None:
+    def make_shared(self, width: int, **sizes: Unpack[LayerSizes]) -> nn.Module | None:
         """Return the expert that gets all tokens, next to routed ones of a `width`; None: without
         it."""
         if self.shared_ffn_dim:
-            return GatedSharedExpert(hidden_dim=self.shared_ffn_dim, **options)
+            return GatedSharedExpert(hidden_dim=self.shared_ffn_dim, **sizes)
         width *= self.n_shared_experts
-        return GatedFeedForward(hidden_dim=width, **options) if width else None
+        return GatedFeedForward(hidden_dim=width, **sizes) if width else None
 
 
-_SMALL: Any = {
-    "n_experts": 32,
-    "top_k": 4,
-    "ffn_dim": 128,
-    "n_shared_experts": 1,
-    "scoring_func": "sigmoid",
-}
-_SMALL |= {"selection_bias": True, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0}
-SMALL_SIGMOID = MoEConfig(**_SMALL, layer_types=["dense", "sparse", "sparse", "sparse"])
+SMALL_SIGMOID = MoEConfig(
+    n_experts=32,
+    top_k=4,
+    ffn_dim=128,
+    n_shared_experts=1,
+    scoring_func="sigmoid",
+    selection_bias=True,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.0,
+    layer_types=["dense", "sparse", "sparse", "sparse"],
+)
 """Experts as in DeepSeek-V3, for a model that trains on a laptop."""
 
 
@@ -133,11 +136,11 @@ class MixtureOfExperts(nn.Module):
 class GatedSharedExpert(GatedFeedForward):
     """A network times a gate of one number per token (Qwen1.5-MoE)."""
 
-    def __init__(self, *, dim: int, init_std: float, **options: Any):
-        super().__init__(dim=dim, init_std=init_std, **options)
+    def __init__(self, *, hidden_dim: int, **sizes: Unpack[LayerSizes]):
+        super().__init__(hidden_dim=hidden_dim, **sizes)
         # Not a linear layer, since it is too narrow for adapters and quantization.
-        self.gate = nn.Parameter(torch.empty(1, dim))
-        with_initializers(self, gate=TruncatedNormal(init_std))
+        self.gate = nn.Parameter(torch.empty(1, sizes["dim"]))
+        with_initializers(self, gate=TruncatedNormal(sizes["init_std"]))
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """(B, L, dim) → (B, L, dim)."""

@@ -168,8 +168,8 @@ class ScaledRouter(Router):
     """A router with its own norm of the input, and a learned factor of each expert's weight (Gemma
     4)."""
 
-    def __init__(self, config: RoutingConfig, *, dim: int, norm: NormFactory, **options: Any):
-        super().__init__(config, dim=dim, **options)
+    def __init__(self, config: RoutingConfig, *, dim: int, norm: NormFactory, init_std: float):
+        super().__init__(config, dim=dim, init_std=init_std)
         self.norm, self.expert_scale = norm(dim), nn.Parameter(torch.empty(config.n_experts))
         with_initializers(self, **initializers_of(self), expert_scale=Constant(1.0))
 

@@ -1,9 +1,9 @@
 """Experts in Hugging Face's format."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torchtitan.models.common.config_reader import ConfigReader
+from torchtitan.models.common.moe.decoder import ExpertLayers
 from torchtitan.protocols.state_dict_adapter import (
     Identity,
     KeyMapping,
@@ -22,7 +22,7 @@ def selection_bias(name: str, transform: Transform = _IDENTITY) -> KeyMapping:
 
 
 def expert_rows(
-    config: Any,
+    config: ExpertLayers.Config,
     *,
     shared: str = "",
     folder: str = "mlp",
@@ -117,8 +117,8 @@ SIGMOID_KEYS |= {name: f"moe.{name}" for name in _SAME}
 
 
 def prepare_dense_layers(
-    document: dict[str, Any], default: int = 1, key: str = "first_k_dense_replace"
-) -> dict[str, Any]:
+    document: dict[str, object], default: int = 1, key: str = "first_k_dense_replace"
+) -> dict[str, object]:
     """Return a config.json with `mlp_layer_types` for the number of dense layers under a `key`, by
     `default` this one."""
     reader = ConfigReader("config.json", document)
@@ -129,7 +129,9 @@ def prepare_dense_layers(
     }
 
 
-def write_dense_layers(config: Any, key: str = "first_k_dense_replace") -> dict[str, Any] | None:
+def write_dense_layers(
+    config: ExpertLayers.Config, key: str = "first_k_dense_replace"
+) -> dict[str, object] | None:
     """Return the number of dense layers in config.json, under a `key`; None: it cannot describe a
     model with these layers."""
     sparse = [config.moe.is_sparse(index) for index in range(config.n_layers)]
@@ -137,7 +139,7 @@ def write_dense_layers(config: Any, key: str = "first_k_dense_replace") -> dict[
     return {key: sparse.count(False)} if fits else None
 
 
-def prepare_sparse_steps(document: dict[str, Any]) -> dict[str, Any]:
+def prepare_sparse_steps(document: dict[str, object]) -> dict[str, object]:
     """Return a config.json with `mlp_layer_types` for Qwen's keys about dense layers. Raise
     `UserError` for unusable ones."""
     reader = ConfigReader("config.json", document)
@@ -152,7 +154,7 @@ def prepare_sparse_steps(document: dict[str, Any]) -> dict[str, Any]:
     return {**document, "mlp_layer_types": ["dense" if dense else "sparse" for dense in is_dense]}
 
 
-def write_sparse_steps(config: Any) -> dict[str, Any]:
+def write_sparse_steps(config: ExpertLayers.Config) -> dict[str, object]:
     """Return Qwen's keys for the dense layers of a model."""
     dense = [index for index in range(config.n_layers) if not config.moe.is_sparse(index)]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
