@@ -71,11 +71,16 @@ def is_faster() -> bool:
     return bool("AMD" in cpu.get("cpu_name", "") and cpu.get("avx512_f") and onednn_linear())
 
 
+def is_large(a: Tensor, b: Tensor) -> bool:
+    """Return whether oneDNN may multiply two matrices in a block of `onednn_products`."""
+    return a.ndim == b.ndim == 2 and a.numel() * b.shape[1] >= _FEWEST
+
+
 def _takes(*tensors: Tensor, beta: float = 1, alpha: float = 1) -> bool:
     """Return whether oneDNN can multiply the last two tensors, matrices, and add the first, if
     there is one."""
     a, b = tensors[-2:]
-    if not a.ndim == b.ndim == 2 or a.numel() * b.shape[1] < _FEWEST:
+    if not is_large(a, b):
         return False
     is_float32 = all(each.dtype == torch.float32 for each in tensors)
     return is_float32 and a.shape[1] == len(b) and beta == alpha == 1

@@ -35,6 +35,8 @@ _SOURCES = {
     "device_constructors": "torch.utils._device:_device_constructors",
     # The memory of a tensor, also of those inside a wrapper.
     "get_untyped_storages": "torch.distributed._tools.common_utils",
+    # Functions of `torch.nn.functional` that take `out`, which the public ones do not.
+    "nn_functions": "torch._C._nn:",
     # Nested containers of tensors, as passed to PyTorch's operations; `optree` adds a dependency
     # and has fewer types.
     "tree_iter": "torch.utils._pytree",
@@ -142,6 +144,20 @@ def flop_formulas() -> dict[Any, Any]:
             lambda a, b, *_, **__: 2 * a.numel() * b[-1]
         )
     return flop_registry
+
+
+def converting_operation() -> Any:
+    """Return the operation of `Tensor.to` that copies."""
+    import torch
+
+    return torch.ops.aten._to_copy.default
+
+
+def cpu_attention_operation() -> Any:
+    """Return the operation of `scaled_dot_product_attention` on the CPU."""
+    import torch
+
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def reading_operation() -> Any:

@@ -37,7 +37,7 @@ from tests.models.family_cases import CASES, family_of, random_reference, to_our
 from tests.models.test_llama3 import VARIANTS, reference_of, small_model, windowed_model
 from tests.models.test_phi3 import tiny
 from torchtitan.components.generation import Engine, Generation, KVCache, decode_graph, generate
-from torchtitan.components.generation.decode_graph import DecodeGraph
+from torchtitan.components.generation.decode_graph import DEVICES, DecodeGraph, Device
 from torchtitan.components.generation.forward import logits_at
 from torchtitan.components.peft import QLoRA
 from torchtitan.components.peft.lora import LoRALinear, adapters_off
@@ -59,7 +59,7 @@ def key_of(x: Tensor) -> int:
     return storage_key(x.untyped_storage())
 
 
-class Recording(TorchDispatchMode):
+class Operations(TorchDispatchMode):
     """Operations with their arguments and results. Like a CUDA graph, a recording has no effects by
     itself."""
 
@@ -123,8 +123,8 @@ class Graphs:
     def __init__(self) -> None:
         self.captures = self.replays = 0
 
-    def __call__(self, step, device):
-        with Recording() as recorded:
+    def __call__(self, step, memory, device):
+        with Operations() as recorded:
             result = step()
 
         def replay() -> Tensor:
@@ -147,10 +147,12 @@ class Graphs:
 def graphs(monkeypatch) -> Graphs:
     """Record steps on the CPU, after 2 steps of a batch, with buckets of 16 slots."""
     graphs = Graphs()
-    monkeypatch.setitem(decode_graph.CAPTURES, "cpu", graphs)
-    monkeypatch.setattr(decode_graph, "PATIENCE", 2)
-    monkeypatch.setattr(decode_graph, "BUCKET", 16)
+    record_on_cpu(monkeypatch, graphs)
     return graphs
+
+
+def record_on_cpu(monkeypatch, capture) -> None:
+    monkeypatch.setitem(DEVICES, "cpu", Device(capture, bucket=16, patience=2))
 
 
 def with_and_without_cache(model, prompts) -> list[list[Generation]]:
@@ -234,13 +236,13 @@ def test_a_batch_that_changes_often_is_not_recorded(graphs):
 def test_a_step_repeats_the_same_operations_on_the_same_memory(graphs, monkeypatch):
     recorded, steps = [], []
 
-    def capture(step, device):
-        with Recording() as first:
+    def capture(step, memory, device):
+        with Operations() as first:
             step()
         recorded.append(first.signature())
 
         def replay() -> Tensor:
-            with Recording() as again:
+            with Operations() as again:
                 step()
             assert again.signature() == recorded[-1]
             steps.append(step)
@@ -248,7 +250,7 @@ def test_a_step_repeats_the_same_operations_on_the_same_memory(graphs, monkeypat
 
         return replay
 
-    monkeypatch.setitem(decode_graph.CAPTURES, "cpu", capture)
+    record_on_cpu(monkeypatch, capture)
     generate(small_model(), TINY_PROMPTS, max_new_tokens=40)
     assert len(recorded) == 3 and len(steps) == 39 - 2 - 3
     assert recorded[0] != recorded[1]  # the next bucket has more keys
@@ -404,12 +406,12 @@ def test_unused_slots_are_finite(graphs, monkeypatch, makes_zeros):
         torch.use_deterministic_algorithms(False)
 
 
-def test_threads_record_one_after_another():
+def test_threads_record_one_after_another(monkeypatch):
     """A server has an engine's thread for each model."""
     both = threading.Barrier(2)
     n_alone = 0
 
-    def capture(step, device):
+    def capture(step, memory, device):
         nonlocal n_alone
         try:
             both.wait(0.2)
@@ -417,8 +419,11 @@ def test_threads_record_one_after_another():
             n_alone += 1
         return step
 
+    record_on_cpu(monkeypatch, capture)
+    monkeypatch.setattr(DecodeGraph, "_memory", lambda graph: [])
+
     def record():
-        DecodeGraph(lambda *_: None, capture, torch.device("cpu"), None)._record()
+        DecodeGraph(decode_graph.Graphs(lambda *_: None, torch.device("cpu"), []), None)._record()
 
     threads = [threading.Thread(target=record) for _ in range(2)]
     for thread in threads:
@@ -429,13 +434,13 @@ def test_threads_record_one_after_another():
 
 
 def test_a_failed_recording_names_the_remedy(monkeypatch):
-    def capture(step, device):
+    def capture(step, memory, device):
         try:
             raise RuntimeError("operation not permitted")
         finally:  # as `torch.cuda.graph` does
             raise RuntimeError("previous error")
 
-    monkeypatch.setitem(decode_graph.CAPTURES, "cpu", capture)
+    record_on_cpu(monkeypatch, capture)
     monkeypatch.setattr(decode_graph, "_failure", "")
     message = (
         "operation not permitted.*memory of this process may be in an unknown.*again with "
@@ -485,7 +490,7 @@ def host_copies(model: Any) -> int:
     device raises."""
     meta, copies, tensors = torch.device("meta"), HostCopies(), FromLists()
 
-    def capture(step, device):
+    def capture(step, memory, device):
         with copies, tensors:
             result = step()
         return lambda: result
@@ -496,7 +501,9 @@ def host_copies(model: Any) -> int:
             positions_BL = torch.arange(n, device="meta").expand(2, n)
             logits_at(model, n - 1, positions_BL, cache.attention(positions_BL))
             cache.advance(n)
-        graph = decode_graph.DecodeGraph(partial(logits_at, model, 0), capture, meta, cache)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(DEVICES, "meta", Device(capture, bucket=16, patience=2))
+            graph = DecodeGraph(decode_graph.Graphs(partial(logits_at, model, 0), meta, []), cache)
         shapes = []
         for _ in range(4):
             logits_BV = graph.logits(torch.tensor([[1], [2]]), torch.tensor([[6], [6]]))
@@ -539,8 +546,8 @@ def test_calls_of_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", entered)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     decode_graph._stream.cache_clear()
-    replay = decode_graph.CAPTURES["cuda"](
-        lambda: calls.append("step") or torch.ones(1), torch.device("cuda", 1)
+    replay = DEVICES["cuda"].capture(
+        lambda: calls.append("step") or torch.ones(1), [], torch.device("cuda", 1)
     )
     decode_graph._stream.cache_clear()
     assert replay() is replay()
@@ -551,13 +558,13 @@ def test_calls_of_cuda(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graphs_on_cuda(monkeypatch, dtype):
-    graphs, capture = Graphs(), decode_graph.CAPTURES["cuda"]
-    monkeypatch.setitem(decode_graph.CAPTURES, "cuda", lambda *args: graphs.counted(capture(*args)))
-    monkeypatch.setattr(decode_graph, "BUCKET", 32)
+    graphs, (capture, _, patience) = Graphs(), DEVICES["cuda"]
+    counted = Device(lambda *args: graphs.counted(capture(*args)), 32, patience)
+    monkeypatch.setitem(DEVICES, "cuda", counted)
     model = small_model().to("cuda", dtype)
     found = generate(model, TINY_PROMPTS, max_new_tokens=40)
     # The steps end at 21 to 59 slots, in buckets of 32 and 62.
-    assert (graphs.captures, graphs.replays) == (2, 39 - decode_graph.PATIENCE - 2)
+    assert (graphs.captures, graphs.replays) == (2, 39 - patience - 2)
     monkeypatch.setenv(decode_graph.SWITCH, "0")
     expected = generate(model, TINY_PROMPTS, max_new_tokens=40)
     for one, other in zip(found, expected, strict=True):

@@ -1,40 +1,50 @@
-"""CUDA graphs of decoding: record a step's kernels once, then launch them with one call, since a
-GPU computes a small batch faster than Python launches its kernels one by one."""
+"""Recorded steps of decoding, since Python takes more time to call the operations of a small batch
+than they take: CUDA graphs, which one call launches, and recordings on the CPU."""
 
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan.components.generation.kv_cache import KVCache
+from torchtitan.components.generation.recording import NotRecordable, Recording
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.experts import StackedExperts
 from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.device import send
 from torchtitan.tools.errors import UserError, in_words
+from torchtitan.tools.logging import logger
 from torchtitan.tools.torch_private import CheckpointWrapper, forward_hooks
 
 SWITCH = "TORCHTITAN_CUDA_GRAPHS"
-"""Environment variable; 0: decode without graphs."""
-
-BUCKET = 256
-"""A graph attends to the next multiple of this number of slots, and serves until they are full."""
-
-PATIENCE = 8
-"""Steps of an unchanged batch before a graph is made, which costs a few steps; batches that change
-often get no graph."""
+"""Environment variable; 0: decode without graphs, also on the CPU."""
 
 Compute = Callable[[Tensor, AttentionMetadata], Tensor]
 """Returns the logits (B, V) of tokens (B, 1) on the device, with their attention."""
 
 Step = Callable[[], Tensor]
-Capture = Callable[[Step, torch.device], Step]
-"""Records the operations of a step, without their effects. The returned function repeats them, on
-the same memory."""
+Capture = Callable[[Step, Sequence[Tensor], torch.device], Step]
+"""Records the operations of a step, which returns logits, without effects that repeating it has
+not. The returned function repeats them, on the same memory. The sequence has all tensors from
+outside that a step may read. Raises `NotRecordable` if others can only be computed anew."""
+
+
+class Device(NamedTuple):
+    """How steps are recorded on a type of device."""
+
+    capture: Capture
+    bucket: int
+    """A graph attends to the next multiple of this number of slots, and serves until they are
+    full."""
+    patience: int
+    """Steps of an unchanged batch before a graph is made, which costs some steps; batches that
+    change often get no graph."""
 
 
 @functools.cache
@@ -44,7 +54,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _capture_on_cuda(step: Step, device: torch.device) -> Step:
+def _capture_on_cuda(step: Step, memory: Sequence[Tensor], device: torch.device) -> Step:
     graph, stream = torch.cuda.CUDAGraph(), _stream(device)
     # The outer context also leaves the stream if the inner one fails. By default, other threads
     # must not allocate memory meanwhile, which a data loader's threads do.
@@ -61,6 +71,13 @@ def _capture_on_cuda(step: Step, device: torch.device) -> Step:
     return replay
 
 
+def _capture_on_cpu(step: Step, memory: Sequence[Tensor], device: torch.device) -> Step:
+    try:
+        return Recording(step, memory)
+    except RuntimeError as error:
+        raise NotRecordable(in_words(error)) from error
+
+
 _recording = threading.Lock()
 """Held while a step is recorded: engines of several models run in threads of their own, and record
 on one stream."""
@@ -68,12 +85,12 @@ on one stream."""
 _failure = ""
 """Reason why a recording failed in this process."""
 
-CAPTURES: dict[str, Capture] = {"cuda": _capture_on_cuda}
-"""By device type. On other devices, steps are not recorded."""
+DEVICES = {"cuda": Device(_capture_on_cuda, 256, 8), "cpu": Device(_capture_on_cpu, 64, 8)}
+"""By type. On other devices, steps are not recorded."""
 
 
 def graphs_for(model: BaseModel, compute: Compute) -> "Callable[[KVCache], DecodeGraph] | None":
-    """Return a function that makes the graphs of a batch in a cache. None if the device has no
+    """Return a function that makes the graphs of batches in a cache. None if the device has no
     graphs, or if the host takes part in a step: weights that are sharded, offloaded or packed,
     experts (some of whose products read their sizes), blocks with activation checkpointing (which
     reads the state of random numbers), LongRoPE (whose factors it sends), hooks of other code
@@ -95,26 +112,34 @@ def graphs_for(model: BaseModel, compute: Compute) -> "Callable[[KVCache], Decod
         for hook in forward_hooks(module)
     )
     is_possible = (
-        device.type in CAPTURES and is_plain and not has_host_work and not model.cache_boundaries()
+        device.type in DEVICES and is_plain and not has_host_work and not model.cache_boundaries()
     )
-    is_wanted = os.environ.get(SWITCH) != "0"
-    return (
-        partial(DecodeGraph, compute, CAPTURES[device.type], device)
-        if is_possible and is_wanted
-        else None
-    )
+    if not is_possible or os.environ.get(SWITCH) == "0":
+        return None
+    graphs = Graphs(compute, device, [*weights, *model.buffers()])
+    return partial(DecodeGraph, graphs)
+
+
+@dataclass(slots=True, eq=False)
+class Graphs:
+    """What the graphs of a model share."""
+
+    compute: Compute
+    device: torch.device
+    weights: Sequence[Tensor]
+    is_possible: bool = True
+    """False once a step was not recordable."""
 
 
 class DecodeGraph:
     """Decoding of a batch whose rows stay the same, as long as all layers keep all tokens and have
     no states."""
 
-    def __init__(self, compute: Compute, capture: Capture, device: torch.device, cache: KVCache):
-        self._compute = compute
-        self._capture = capture
-        self._device = device
+    def __init__(self, graphs: Graphs, cache: KVCache):
+        self._graphs = graphs
+        self._capture, self._bucket, self._patience = DEVICES[graphs.device.type]
         self._cache = cache
-        self._patience, self._n_keys = PATIENCE, 0
+        self._n_keys = 0
         self._inputs_3B: Tensor | None = None
         self._replay: Step | None = None
 
@@ -124,27 +149,35 @@ class DecodeGraph:
         `UserError` if recording fails."""
         self._patience -= 1
         n_slots = self._cache.n_slots
-        if self._patience >= 0 or not self._cache.is_static:
+        if self._patience >= 0 or not (self._graphs.is_possible and self._cache.is_static):
             return None
         inputs_B1 = (tokens_B1, positions_B1, torch.full_like(tokens_B1, n_slots))
-        inputs_3B = send(torch.cat(inputs_B1, dim=1).T.contiguous(), self._device)
+        inputs_3B = send(torch.cat(inputs_B1, dim=1).T.contiguous(), self._graphs.device)
         self._inputs_3B = inputs_3B if self._inputs_3B is None else self._inputs_3B.copy_(inputs_3B)
-        n_keys = min((n_slots // BUCKET + 1) * BUCKET, self._cache.max_slots)
+        n_keys = min((n_slots // self._bucket + 1) * self._bucket, self._cache.max_slots)
+        try:
+            logits_BV = self._logits(n_keys)
+        except NotRecordable as error:
+            logger.debug("decoding is not recorded: %s", error)
+            self._graphs.is_possible = False
+            self._replay = None
+            return None
+        self._cache.advance(1)
+        return logits_BV
+
+    def _logits(self, n_keys: int) -> Tensor:
         # the first step with this number of keys, which loads its kernels
         if n_keys != self._n_keys:
             self._n_keys, self._replay = n_keys, None
-            logits_BV = self._step()
-        else:
-            self._replay = self._replay or self._record()
-            logits_BV = self._replay()
-        self._cache.advance(1)
-        return logits_BV
+            return self._step()
+        self._replay = self._replay or self._record()
+        return self._replay()
 
     def _step(self) -> Tensor:
         assert self._inputs_3B is not None
         tokens_B, positions_B, slots_B = self._inputs_3B
         attention = self._cache.static_attention(positions_B[:, None], slots_B[:1], self._n_keys)
-        return self._compute(tokens_B[:, None], attention)
+        return self._graphs.compute(tokens_B[:, None], attention)
 
     def _record(self) -> Step:
         global _failure
@@ -152,11 +185,16 @@ class DecodeGraph:
             if _failure:
                 raise _failed_error()
             try:
-                return self._capture(self._step, self._device)
+                return self._capture(self._step, self._memory(), self._graphs.device)
             except RuntimeError as error:
                 # The end of a failed capture fails too.
                 _failure = in_words(error.__context__ or error)
                 raise _failed_error() from error
+
+    def _memory(self) -> list[Tensor]:
+        """Return all tensors from outside that a step reads."""
+        assert self._inputs_3B is not None
+        return [*self._graphs.weights, self._inputs_3B, *self._cache.memory()]
 
 
 def _failed_error() -> UserError:

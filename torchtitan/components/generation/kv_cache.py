@@ -106,6 +106,10 @@ class KVCache:
             keys.shape[1] == self.max_slots for _, keys, *_ in self._stored.values()
         )
 
+    def memory(self) -> list[Tensor]:
+        """Return the tensors that hold keys and values."""
+        return [x for _, *tensors in self._stored.values() for x in tensors]
+
     def static_attention(
         self, positions_B1: Tensor, slot_1: Tensor, n_keys: int
     ) -> AttentionMetadata:
@@ -239,7 +243,7 @@ class KVCache:
         _, *stored = self._stored_or_none(key, new)
         if stored[0].shape[1] < end:
             # Zeros, since a masked key of NaN would poison the sum.
-            grown = [x.new_zeros(x.shape[0], self.max_slots, *x.shape[2:]) for x in new]
+            grown = [_zeros(x, self.max_slots) for x in new]
             for memory, old in zip(grown, stored, strict=True):
                 memory[:, : self.n_slots] = old[:, : self.n_slots]
             self._stored[key] = 0, *grown
@@ -254,6 +258,12 @@ class KVCache:
     def _stored_or_none(self, key: Any, new: Sequence[Tensor]) -> Any:
         """Return the first slot and the values that are stored, none if nothing is yet."""
         return self._stored[key] if key in self._stored else (0, *(x[:, :0] for x in new))
+
+
+def _zeros(x_BLKD: Tensor, n_slots: int) -> Tensor:
+    """Return zeros (B, n_slots, K, D); in memory, the slots of a head are next to each other."""
+    n_rows, _, n_heads, width = x_BLKD.shape
+    return x_BLKD.new_zeros(n_rows, n_heads, n_slots, width).transpose(1, 2)
 
 
 def _last(x_BSKD: Tensor, rows: Tensor, n_valid: int, width: int) -> Tensor:

@@ -1,0 +1,276 @@
+"""Recordings of decoding on the CPU, compared with the modules' own operations, bit by bit."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.components.generation.test_decode_graph import long_rope, record_on_cpu
+from tests.components.generation.test_engine import (
+    SAMPLING,
+    STOP_IDS,
+    hybrid_model,
+    texts_of,
+)
+from tests.components.generation.test_generation import TINY_PROMPTS, mixed_model
+from tests.components.peft.test_lora import adapted_model, randomize
+from tests.models.family_cases import CASES, family_of, random_reference, to_ours
+from tests.models.test_llama3 import VARIANTS, small_model, windowed_model
+from torchtitan.components.generation import Engine, Generation, decode_graph, generate, recording
+from torchtitan.components.generation.decode_graph import DEVICES
+from torchtitan.components.generation.recording import NotRecordable, Recording
+from torchtitan.components.peft.lora import LoRALinear
+from torchtitan.distributed.mixed_precision import MixedPrecision
+
+CAPTURE = DEVICES["cpu"].capture
+
+
+class Recordings:
+    """Makes recordings, and counts their calls."""
+
+    def __init__(self) -> None:
+        self.n_calls = 0
+        self.made: list[Recording] = []
+
+    def __call__(self, step, memory, device):
+        recorded = CAPTURE(step, memory, device)
+        self.made.append(recorded)
+
+        def call() -> Tensor:
+            self.n_calls += 1
+            return recorded()
+
+        return call
+
+
+@pytest.fixture
+def recordings(monkeypatch) -> Recordings:
+    """Record steps after 2 steps of a batch, with buckets of 16 slots."""
+    recordings = Recordings()
+    record_on_cpu(monkeypatch, recordings)
+    return recordings
+
+
+def both_ways(recordings, monkeypatch, make_texts) -> tuple[list[Generation], list[Generation]]:
+    """Return texts with recordings, and with the same steps computed by the modules."""
+    recorded = make_texts()
+    if recordings.made:
+        record_on_cpu(monkeypatch, lambda step, memory, device: step)
+    else:
+        monkeypatch.setenv(decode_graph.SWITCH, "0")
+    return recorded, make_texts()
+
+
+def check_bits(recorded, computed) -> None:
+    assert [text.ids for text in recorded] == [text.ids for text in computed]
+    assert [text.logprobs for text in recorded] == [text.logprobs for text in computed]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_recording_gives_the_same_bits(recordings, monkeypatch, variant):
+    model = small_model(**VARIANTS[variant])
+    check_bits(
+        *both_ways(
+            recordings, monkeypatch, lambda: generate(model, TINY_PROMPTS, max_new_tokens=40)
+        )
+    )
+    # see `test_decode_graph.test_greedy_texts_equal_transformers`
+    assert (len(recordings.made), recordings.n_calls) == (3, 39 - 2 - 3)
+
+
+def test_sampled_texts_that_join_and_leave(recordings, monkeypatch):
+    model = small_model()
+
+    def texts() -> list[Generation]:
+        engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=3)
+        return engine.run(texts_of(engine))
+
+    check_bits(*both_ways(recordings, monkeypatch, texts))
+    assert recordings.n_calls > len(recordings.made) > 1
+
+
+def test_changed_adapters(recordings, monkeypatch):
+    model = adapted_model()
+    randomize(model)
+
+    def texts() -> list[Generation]:
+        return generate(model, TINY_PROMPTS, max_new_tokens=30)
+
+    first = texts()
+    for layer in model.modules():
+        if isinstance(layer, LoRALinear):
+            layer.lora_B = torch.nn.Parameter(2 * layer.lora_B)
+    recorded, computed = both_ways(recordings, monkeypatch, texts)
+    check_bits(recorded, computed)
+    assert [text.ids for text in recorded] != [text.ids for text in first]
+
+
+def test_weights_change_while_a_text_is_written(recordings, monkeypatch):
+    model = small_model()
+
+    def texts() -> list[Generation]:
+        torch.manual_seed(0)
+        seen = []
+
+        def change(row: int, token: int) -> bool:
+            seen.append(token)
+            if len(seen) == 24:
+                for weight in model.parameters():
+                    weight.add_(0.02 * torch.randn_like(weight))
+            return False
+
+        before = [weight.clone() for weight in model.parameters()]
+        found = generate(model, [[5]], max_new_tokens=40, on_token=change)
+        for weight, value in zip(model.parameters(), before, strict=True):
+            weight.data.copy_(value)
+        return found
+
+    unchanged = generate(model, [[5]], max_new_tokens=40)
+    recorded, computed = both_ways(recordings, monkeypatch, texts)
+    check_bits(recorded, computed)
+    assert recordings.n_calls > 20
+    assert recorded[0].ids[:24] == unchanged[0].ids[:24]
+    assert recorded[0].logprobs[24:] != unchanged[0].logprobs[24:]
+
+
+@pytest.mark.parametrize("in_context", [True, False])
+def test_bfloat16(recordings, monkeypatch, in_context):
+    model = small_model()
+    with (
+        MixedPrecision(torch.bfloat16).of(model)
+        if in_context
+        else contextlib.nullcontext(model.bfloat16())
+    ):
+        check_bits(
+            *both_ways(
+                recordings, monkeypatch, lambda: generate(model, TINY_PROMPTS, max_new_tokens=20)
+            )
+        )
+    assert recordings.made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_family_gives_the_same_bits(recordings, monkeypatch, name):
+    """With recordings, and without if a step is not recordable."""
+    model, _ = to_ours(family_of(name), random_reference(name, 0))
+    check_bits(
+        *both_ways(
+            recordings, monkeypatch, lambda: generate(model, TINY_PROMPTS[1:], max_new_tokens=24)
+        )
+    )
+    if name in ("llama", "gemma", "olmo2", "granite"):
+        assert recordings.n_calls > 10
+
+
+@pytest.mark.parametrize("make", [windowed_model, mixed_model, hybrid_model, long_rope])
+def test_models_that_are_not_recorded(recordings, monkeypatch, make):
+    model = make()
+    check_bits(
+        *both_ways(recordings, monkeypatch, lambda: generate(model, [[5]], max_new_tokens=24))
+    )
+    assert not recordings.made
+
+
+@pytest.fixture
+def inputs() -> tuple[Tensor, Tensor]:
+    """A vector and a matrix."""
+    torch.manual_seed(0)
+    return torch.randn(4), torch.randn(4, 4)
+
+
+def check_repeated(step, inputs, results: int) -> Recording:
+    """Compare a recording with its step for other inputs."""
+    recorded = Recording(step, inputs)
+    for _ in range(results):
+        assert torch.equal(recorded(), step())
+        inputs[0].normal_()
+    return recorded
+
+
+@torch.no_grad()
+def test_operations_with_several_results_views_and_numbers(inputs):
+    x_D, weight_DD = inputs
+
+    def step() -> Tensor:
+        ends_D = torch.arange(4).flip(0) * torch.tensor(2)
+        totals_D = torch.zeros(4).index_add_(0, ends_D // 2, (x_D[None] @ weight_DD)[0])
+        largest, places = totals_D.topk(2)
+        first, second = totals_D.split(2)
+        mixed_D = torch.cat((first * largest, second + places.float()))
+        return (mixed_D[None].T.square().clone() + int(ends_D[0])).to(torch.float64)
+
+    recorded = check_repeated(step, inputs, results=5)
+    assert all("arange" not in function.__name__ for function, *_ in recorded._program)
+
+
+@torch.no_grad()
+def test_memory_of_results_is_used_again(inputs):
+    x_D, weight_DD = inputs
+
+    def step() -> Tensor:
+        y_DD = weight_DD
+        for _ in range(100):
+            y_DD = torch.tanh(y_DD * x_D)
+        return y_DD
+
+    recorded = check_repeated(step, inputs, results=3)
+    assert recorded.n_bytes <= 3 * weight_DD.nbytes
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (lambda x, _: x * x.sum().item(), "_local_scalar_dense.* tells the host"),
+        (lambda x, _: x * float(x[0]), "tells the host"),
+        (lambda x, _: x * 2 if x[0] > 0 else x * 3, "tells the host"),
+        (lambda x, _: x[x > 0] + 1, "tells the host"),
+        (lambda x, _: x.nonzero() + 1, "tells the host"),
+        (lambda x, _: x * sum(x.tolist()), "reads values by tolist"),
+        (lambda x, _: x * float(x.numpy().sum()), "reads values by numpy"),
+        (lambda x, _: x * torch.rand(4), "may depend on more"),
+        (lambda x, _: torch.dropout(x, 0.5, True), "may depend on more"),
+        (lambda x, y: x + y.add_(1)[0], "changes weights or inputs"),
+        (lambda x, y: y[0].copy_(x) + 1, "changes weights or inputs"),
+        (lambda x, _: (x + 1).unsqueeze_(0) * 2, "changes the shape"),
+        (lambda x, _: x + OTHER, "from outside of the step"),
+    ],
+)
+@torch.no_grad()
+def test_steps_that_are_refused(inputs, step, reason):
+    before = [x.clone() for x in inputs]
+    with pytest.raises(NotRecordable, match=reason):
+        Recording(lambda: step(*inputs), inputs)
+    for x, value in zip(inputs, before, strict=True):
+        assert torch.equal(x, value)
+
+
+OTHER = torch.ones(4)
+
+
+@torch.no_grad()
+def test_results_that_take_much_memory_are_refused(inputs, monkeypatch):
+    monkeypatch.setattr(recording, "MOST_BYTES", 1000)
+    with pytest.raises(NotRecordable, match="more than 1,000 bytes"):
+        Recording(lambda: torch.tanh(inputs[0].repeat(300)), inputs)
+
+
+@torch.no_grad()
+def test_a_number_that_changes_is_noticed(inputs):
+    numbers = itertools.count()
+    recorded = Recording(lambda: inputs[0] + next(numbers), inputs)
+    recorded()
+    with pytest.raises(NotRecordable, match="another result"):
+        recorded()
+
+
+def test_a_text_whose_recording_is_wrong_is_computed(recordings, monkeypatch):
+    """The first call has the inputs of the recording, the second others."""
+    model = small_model()
+    expected = generate(model, [[5]], max_new_tokens=24, use_cache=False)
+    monkeypatch.setattr(torch, "equal", lambda *tensors: False)
+    found = generate(model, [[5]], max_new_tokens=24)
+    assert found[0].ids == expected[0].ids
+    assert (len(recordings.made), recordings.n_calls) == (1, 2)
