@@ -179,6 +179,48 @@ def test_the_model_and_a_card_arrive(hub, run, capsys):
     assert "pushed 6 files" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/home/me/assets/hf/Qwen3-0.6B", "Qwen3-0.6B"),
+        ("/home/me/out/text/checkpoint/step-9", "text/checkpoint/step-9"),
+        ("../base", "base"),
+    ],
+)
+def test_the_card_names_the_folder_of_the_base(path, name, run, capsys):
+    """By its last name: the path is of a machine."""
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    saved["checkpoint"] = {"initial_load_path": path}
+    (run / "config.yaml").write_text(yaml.safe_dump(saved))
+    assert push(run, "me/tiny", "--dry_run") == 0
+    out = capsys.readouterr().out
+    assert f"Trained from the model in the folder `{name}` with torchtitan." in out
+    assert "name its repository with --base_model" in out and "/home" not in out
+    assert push(run, "me/tiny", "--dry_run", "--base_model", "org/base") == 0
+    out = capsys.readouterr().out
+    assert "folder" not in out.partition("## Method")[0].partition("# tiny")[2]
+
+
+def test_a_card_tells_the_options_that_had_effect(run, capsys):
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    saved["training"] |= {"epochs": 3, "steps": 1000}
+    saved["lr_scheduler"] = {"warmup_ratio": None, "warmup_steps": 10}
+    (run / "config.yaml").write_text(yaml.safe_dump(saved))
+    start = started(f"{COMMAND} --training.steps 1000 --training.epochs 3")
+    (run / "events.jsonl").write_text(json.dumps(start) + "\n")
+    assert push(run, "me/tiny", "--dry_run") == 0
+    out = capsys.readouterr().out
+    assert "| training.epochs | 3 |" in out and "| training.steps |" not in out
+    assert "`--training.steps` had no effect: `training.epochs` was 3." in out
+    assert "| lr_scheduler.warmup_steps | 10 |" in out
+    saved["training"]["epochs"], saved["lr_scheduler"]["warmup_ratio"] = None, 0.1
+    (run / "config.yaml").write_text(yaml.safe_dump(saved))
+    assert push(run, "me/tiny", "--dry_run") == 0
+    out = capsys.readouterr().out
+    assert "| training.steps | 1000 |" in out and "had no effect" not in out
+    assert "| lr_scheduler.warmup_ratio | 0.1 |" in out and "warmup_steps" not in out
+
+
 def test_public_repositories_are_asked_for(hub, run):
     assert push(run / "checkpoint" / "step-4", "me/tiny", "--public") == 0
     assert hub.created[0][1] in (False, "public")

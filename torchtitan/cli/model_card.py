@@ -17,6 +17,8 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _OPTIONS = (
     "dataloader.dataset",
     "dataloader.chat_template",
+    "training.epochs",
+    "training.steps",
     "training.seq_len",
     "training.local_batch_size",
     "training.global_batch_size",
@@ -25,6 +27,7 @@ _OPTIONS = (
     "optimizer.name",
     "optimizer.lr",
     "optimizer.weight_decay",
+    "lr_scheduler.warmup_ratio",
     "lr_scheduler.warmup_steps",
     "lr_scheduler.decay_type",
     "loss.beta",
@@ -35,6 +38,12 @@ for the dataset, no option is a path that only the machine of the run has."""
 
 _UNSET: tuple[object, ...] = (None, "", [], -1)
 """Values of options that are not set; -1: a global batch of one local batch per device."""
+
+_REPLACED = {
+    "training.epochs": "training.steps",
+    "lr_scheduler.warmup_ratio": "lr_scheduler.warmup_steps",
+}
+"""Option → another one, which has no effect if the first is set."""
 
 _PATH = ".adapter_path"
 """The option of a converter that is such a path."""
@@ -78,11 +87,22 @@ def model_card(
     if run and (datasets := _datasets(run)):
         header["datasets"] = datasets
     parts = [f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n", f"# {title}\n"]
-    origin = f" from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
+    folder = base_folder(run) if run else ""
+    origin = f" from the model in the folder `{folder}`" if folder else ""
+    if base_model:
+        origin = f" from [{base_model}](https://huggingface.co/{base_model})"
     parts.append(f"Trained{origin} with torchtitan.\n")
     if run:
         parts += _describe(run, step)
     return redact("\n".join(parts))
+
+
+def base_folder(run: RunRecord) -> str:
+    """Return the name of the folder that the run's weights come from, without the path on its
+    machine: of a checkpoint, with the folders of its run. "" for initial weights."""
+    parts = Path(str(run.config.get("checkpoint.initial_load_path") or "")).parts
+    is_checkpoint = bool(parts) and parts[-1].startswith("step-")
+    return "/".join(parts[-3:] if is_checkpoint else parts[-1:]).lstrip("/")
 
 
 def _datasets(run: RunRecord) -> list[str]:
@@ -97,7 +117,9 @@ def _describe(run: RunRecord, step: int | None) -> Iterator[str]:
     config = run.config
     method = {"module": config.get("module"), "configuration": config.get("config")}
     method = {key: value for key, value in method.items() if value is not None}
-    method |= {key: config[key] for key in _OPTIONS if config.get(key) not in _UNSET}
+    replaced = {other for key, other in _REPLACED.items() if config.get(key) not in _UNSET}
+    told = [key for key in _OPTIONS if config.get(key) not in _UNSET and key not in replaced]
+    method |= {key: config[key] for key in told}
     method |= {
         key: value
         for key, value in config.items()
@@ -115,6 +137,10 @@ def _describe(run: RunRecord, step: int | None) -> Iterator[str]:
             yield _table(section.title, facts)
     if command := run.start.get("command"):
         yield f"## Command\n\n```bash\n{command}\n```\n"
+        for key in sorted(replaced):
+            if re.search(rf"--{re.escape(key)}\b", command):
+                by = next(option for option, other in _REPLACED.items() if other == key)
+                yield f"`--{key}` had no effect: `{by}` was {config[by]}.\n"
 
 
 def _steps(run: RunRecord, step: int | None) -> dict[str, Any]:

@@ -261,7 +261,7 @@ def _card(
     step: int | None,
     options: argparse.Namespace,
 ) -> bytes:
-    from torchtitan.cli.model_card import is_repository, model_card
+    from torchtitan.cli.model_card import base_folder, is_repository, model_card
     from torchtitan.cli.report import RunRecord
 
     library, task = _library_and_task(folder, names)
@@ -273,6 +273,9 @@ def _card(
     has_images = record is not None and _OF_IMAGES in record.config
     if library == "peft" and has_images and task == "text-generation":
         task = IMAGES_AND_TEXT  # as PEFT has no type of its own for them
+    if record and not base and (name := base_folder(record)):
+        advice = "name its repository with --base_model"
+        print(presentable(f"the card names the folder {name} as the base of the model; {advice}"))
     title = options.repo_id.rpartition("/")[2]
     origin = {"run": record, "step": step, "base_model": base}
     return model_card(title, library, task=task, license=options.license, **origin).encode()
