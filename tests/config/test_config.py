@@ -257,6 +257,20 @@ class TestPrecedence:
         )
         assert config.optimizer.lr == 1e-5  # a string in YAML
 
+    @pytest.mark.parametrize("text", ["training: {epochs: 3}", "training.epochs: 3"])
+    def test_steps_on_the_command_line_replace_epochs_of_a_file(self, text, tmp_path):
+        file = tmp_path / "run.yaml"
+        file.write_text(text)
+
+        def lengths(*words: str) -> tuple[int | None, int]:
+            training = parse("--config_file", str(file), *words).config.training
+            return training.epochs, training.steps
+
+        assert lengths("--training.seq_len", "64")[0] == 3
+        assert lengths("--training.steps", "7") == (None, 7)
+        assert lengths("--training.steps=7") == (None, 7)
+        assert lengths("--training.steps", "7", "--training.epochs", "2") == (2, 7)
+
     @pytest.mark.parametrize(
         ("args", "expected"),
         [

@@ -127,6 +127,7 @@ class ConfigManager:
         document = read_config_file(Path(file), f"--config_file {file}") if file else {}
         in_file = {name: document.pop(name, None) for name in DEFAULT_SELECTION}
         _check_values(in_file, dict.fromkeys(DEFAULT_SELECTION, str | None), selected.config_file)
+        _let_steps_decide(document, overrides)
         module, config_name = (
             str(getattr(selected, name) or in_file[name] or default)
             for name, default in DEFAULT_SELECTION.items()
@@ -532,6 +533,16 @@ def _check_keys(document: Mapping[str, object], known: Sequence[str], path: str)
                     f"another library: {_migrated(path)}"
                 )
             raise UserError(f"unknown key '{key}' in {path}{suggest(key, known)}")
+
+
+def _let_steps_decide(document: dict[str, Any], words: Sequence[str]) -> None:
+    """Remove the epochs of a file, which would set the length of the run, if the command line has
+    steps and no epochs."""
+    keys = {_key_of(word) for word in words}
+    if "training.steps" in keys and "training.epochs" not in keys:
+        document.pop("training.epochs", None)
+        if isinstance(training := document.get("training"), dict):
+            training.pop("epochs", None)
 
 
 def _migrated(path: str) -> str:
