@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy
 import pytest
 import torch
@@ -657,6 +658,31 @@ def test_experts_of_other_widths_are_refused(name, changes, message):
         setattr(config.moe, key, value)
     with pytest.raises(UserError, match=re.escape(message)):
         family.FORMATS["gguf"].to_external(config)
+
+
+def test_a_vocabulary_without_bos_names_a_token(tmp_path):
+    """llama.cpp takes the token 11 for an absent one, and writes its text for `bos_token`."""
+    template = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    for name, named, expected in (("config", 3, 3), ("eos", None, 1)):
+        folder = tmp_path / name
+        save(folder, "llama", 0)
+        (folder / "chat_template.jinja").write_text(template)
+        for file, changes in {
+            "tokenizer_config.json": {"bos_token": None, "add_bos_token": False},
+            "tokenizer.json": {"post_processor": None},
+            "config.json": {"bos_token_id": named, "eos_token_id": 1},
+            "generation_config.json": {"bos_token_id": named, "eos_token_id": 1},
+        }.items():
+            path = folder / file
+            known = json.loads(path.read_text()) if path.exists() else {}
+            path.write_text(json.dumps({**known, **changes}))
+        assert convert(folder, tmp_path / "out" / name) == 0
+        fields = gguf.GGUFReader(tmp_path / "out" / name / "model.gguf").fields
+        assert fields["tokenizer.ggml.bos_token_id"].contents() == expected
+        assert fields["tokenizer.ggml.add_bos_token"].contents() is False
+        source = fields["tokenizer.chat_template"].contents()
+        written = jinja2.Template(source).render(bos_token=",", messages=[{"content": "Hi"}])
+        assert written == "Hi"
 
 
 def test_ids_without_a_token_are_left_out(tmp_path, capsys):

@@ -30,6 +30,7 @@ from torchtitan.components.data import HubDataset, register_dataset
 from torchtitan.components.data.base import BaseDataLoader
 from torchtitan.components.data.dataloader import PretrainDataLoader
 from torchtitan.components.losses.loss import CrossEntropyLoss
+from torchtitan.components.tokenizer.pretrained import EMBEDDED_TOKENIZER
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import NonFiniteError, Trainer
 
@@ -458,6 +459,19 @@ class TestCheck:
     def test_mistakes_are_reported(self, tmp_path, options, message):
         with pytest.raises(UserError, match=message):
             tiny_config(tmp_path, **options).check(world_size=1)
+
+    def test_the_folder_of_the_model_is_no_output_folder(self, tmp_path):
+        model, link = tmp_path / "model", tmp_path / "link"
+        model.mkdir()
+        link.symlink_to(model)
+        shutil.copytree(EMBEDDED_TOKENIZER, model, dirs_exist_ok=True)
+        train(model, hf_assets_path=str(model), training__steps=1)  # only a tokenizer
+        (model / "config.json").write_text("{}")
+        for folder in (model, link):
+            config = tiny_config(folder, hf_assets_path=str(model))
+            with pytest.raises(UserError, match="is the folder of the model .--hf_assets_path.;"):
+                config.check(world_size=1)
+        tiny_config(model / "outputs", hf_assets_path=str(model)).check(world_size=1)
 
     def test_explicit_vocabulary_wins(self, tmp_path):
         assert train(tmp_path, model__vocab_size=3000).config.model_spec.model.vocab_size == 3000

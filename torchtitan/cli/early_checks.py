@@ -12,7 +12,7 @@ from torchtitan.config.degrees import check_training, resolve_degrees
 from torchtitan.config.option_table import KnownConfiguration
 from torchtitan.config.sections import TrainingConfig
 from torchtitan.tools.errors import errors_of
-from torchtitan.tools.files import is_url, missing_folder_error
+from torchtitan.tools.files import check_output_folder, is_url, missing_folder_error
 
 _WITHOUT_TORCH = "torchtitan.components.data."
 """Package of the loaders whose configurations need no torch."""
@@ -63,6 +63,7 @@ def check_files(known: KnownConfiguration, given: Mapping[str, object]) -> None:
     assets = str(given.get("hf_assets_path") or "")
     if assets and not is_url(assets) and not os.path.isdir(os.path.expanduser(assets)):
         raise missing_folder_error(assets)
+    check_output_folder(str(known.value("dump_folder", given)), assets)
     if not _reads_data(known, given):
         return
     for key in ("dataloader.dataset", "validator.dataset"):

@@ -219,6 +219,16 @@ def _levels(content: object) -> int:
     return levels
 
 
+def check_output_folder(folder: str, model: str) -> None:
+    """Raise `UserError` if the output folder of a run is the folder of a model."""
+    same = bool(model) and os.path.realpath(folder) == os.path.realpath(os.path.expanduser(model))
+    if same and os.path.isfile(os.path.join(folder, "config.json")):
+        raise UserError(
+            f"--dump_folder {folder} is the folder of the model (--hf_assets_path); choose another "
+            "one for the files of the run"
+        )
+
+
 def missing_folder_error(path: str | Path) -> UserError:
     """Return the error for a missing folder of model files, with the download command for a Hugging
     Face Hub id, or the names of a run's other checkpoints."""

@@ -91,7 +91,8 @@ def build_model(config: RunConfig) -> BaseModel:
     if training.seq_lens[-1] > model_config.max_seq_len:
         logger.warning(
             f"--training.seq_len {training.seq_lens[-1]} exceeds the model's maximum sequence "
-            f"length of {model_config.max_seq_len} tokens"
+            f"length of {model_config.max_seq_len} tokens: later positions of a document are new "
+            "to it; lower seq_len, or scale them (--model.rope.scaling, docs/pretrained.md)"
         )
     with torch.device("meta"):
         model: BaseModel = model_config.build().to(getattr(torch, training.dtype))

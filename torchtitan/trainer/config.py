@@ -57,6 +57,7 @@ from torchtitan.protocols.conversion import (
 )
 from torchtitan.tools import durable
 from torchtitan.tools.errors import RunComplete, UserError, os_errors_as, require
+from torchtitan.tools.files import check_output_folder
 from torchtitan.tools.logging import logger
 from torchtitan.trainer.answers import Answers
 from torchtitan.trainer.callbacks import Callback
@@ -222,6 +223,7 @@ class RunConfig(Configurable.Config):
             RunComplete: if the run has nothing left to train.
         """
         spec = self.model_spec
+        check_output_folder(self.dump_folder, self.hf_assets_path)
         if spec.model.scores and not self.trains_scores:
             raise UserError(
                 f"{self.hf_assets_path} holds a reward model; train it with --module reward"

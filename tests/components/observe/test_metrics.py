@@ -1,5 +1,6 @@
 """Metrics of a run: measurements, exclusions, sinks, console output, and resuming."""
 
+import importlib.util
 import json
 import logging
 import math
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -393,6 +395,14 @@ class TestTensorBoard:
 class TestWandB:
     CONFIG = MetricsProcessor.Config(log_freq=1, enable_wandb=True)
 
+    @pytest.fixture(autouse=True)
+    def logged_in(self, monkeypatch):
+        if importlib.util.find_spec("wandb"):
+            import wandb
+
+            wandb.teardown()  # it reads the environment once for the process
+            monkeypatch.setattr("wandb.login", lambda **options: True)
+
     @pytest.mark.slow
     def test_values_are_logged_and_the_run_is_resumed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -454,6 +464,24 @@ class TestWandB:
         monkeypatch.setitem(sys.modules, "wandb", None)
         with pytest.raises(UserError, match="pip install wandb$"):
             build_metrics(tmp_path, self.CONFIG)
+
+    def test_a_missing_login_is_found_before_the_model_is_built(self, monkeypatch):
+        pytest.importorskip("wandb", reason="requires wandb")
+        monkeypatch.delenv("WANDB_MODE", raising=False)
+        logins = []
+        monkeypatch.setattr("wandb.login", lambda **options: bool(logins.append(options)))
+        for mode in ("offline", "disabled"):
+            settings = SimpleNamespace(settings=SimpleNamespace(mode=mode))
+            monkeypatch.setattr("wandb.setup", lambda settings=settings: settings)
+            self.CONFIG.validate()
+        assert logins == []
+        online = SimpleNamespace(settings=SimpleNamespace(mode="online"))
+        monkeypatch.setattr("wandb.setup", lambda: online)
+        with pytest.raises(UserError, match="not logged in; run `wandb login`, set WANDB_MODE"):
+            self.CONFIG.validate()
+        assert logins == [{"prompt": False, "verify": False}]
+        monkeypatch.setattr("wandb.login", lambda **options: True)
+        self.CONFIG.validate()
 
     def test_a_folder_named_wandb_is_not_the_package(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

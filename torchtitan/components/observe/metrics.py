@@ -129,7 +129,7 @@ class MetricsProcessor(Configurable):
         def validate(self) -> None:
             check_ranges("metrics", self)
             for tracker in self.trackers():
-                tracker.check_installed()
+                tracker.check_ready()
 
         def trackers(self) -> list[type[Tracker]]:
             """Return the chosen trackers of experiments."""

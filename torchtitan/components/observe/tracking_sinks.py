@@ -46,8 +46,8 @@ class Tracker(Sink):
         `UserError` if the tracker does not start."""
 
     @classmethod
-    def check_installed(cls) -> None:
-        """Raise `UserError` if its package is not installed."""
+    def check_ready(cls) -> None:
+        """Raise `UserError` if its package is not installed, or does not know the user."""
         spec = importlib.util.find_spec(cls.package)
         # no origin: only a folder of that name, such as W&B's own output
         if spec is None or spec.origin is None:
@@ -56,10 +56,24 @@ class Tracker(Sink):
             )
 
 
+_WITHOUT_LOGIN = "run `wandb login`, set WANDB_MODE=offline, or remove --metrics.enable_wandb"
+
+
 class WandB(Tracker):
     """Weights & Biases (`WANDB_PROJECT`, `WANDB_NAME`, `WANDB_MODE`, ...)."""
 
     package, option = "wandb", "--metrics.enable_wandb"
+
+    @classmethod
+    def check_ready(cls) -> None:
+        super().check_ready()
+        import wandb
+
+        # Its settings are also those of the file that `wandb offline` writes.
+        mode = os.environ.get("WANDB_MODE") or wandb.setup().settings.mode
+        # verify: a wrong key is left to the start, which needs the network anyway
+        if mode in ("online", "run", "shared") and not wandb.login(prompt=False, verify=False):
+            raise UserError(f"Weights & Biases does not start: not logged in; {_WITHOUT_LOGIN}")
 
     def open(self, dump_folder: Path, run_id: str | None, config: Mapping[str, Any]) -> str:
         import wandb
@@ -75,8 +89,7 @@ class WandB(Tracker):
             )
         except wandb.Error as error:
             raise UserError(
-                f"Weights & Biases does not start: {error}; run `wandb login`, set "
-                "WANDB_MODE=offline, or remove --metrics.enable_wandb"
+                f"Weights & Biases does not start: {error}; {_WITHOUT_LOGIN}"
             ) from error
         return str(self._run.id)
 

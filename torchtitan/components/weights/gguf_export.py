@@ -154,6 +154,10 @@ def _tokenizer_metadata(assets: Path, n_rows: int) -> dict[str, object]:
     ]
     places = dict(zip(("eot_token_id", "eom_token_id"), others, strict=False))
     places["padding_token_id"] = ids.get("pad_token_id")
+    if tokenizer.bos_id is None:
+        # llama.cpp would take the token 11, or 1. Nothing writes this one: `add_bos_token` is off.
+        named = ids.get("bos_token_id")
+        places["bos_token_id"] = named if named in range(n_rows) else tokenizer.eos_id
     for key, index in places.items():
         if type(index) is int and index in range(n_rows):
             keys[f"tokenizer.ggml.{key}"] = index
@@ -163,7 +167,10 @@ def _tokenizer_metadata(assets: Path, n_rows: int) -> dict[str, object]:
         logger.warning("GGUF has places for three end tokens, not for the ids %s", others[2:])
     template = load_chat_template(assets)
     if template is not None:
-        keys["tokenizer.chat_template"] = _rendered_as_it_is(template.source)
+        source = template.source
+        if tokenizer.bos_id is None and "bos_token" in source:
+            source = '{% set bos_token = "" %}' + source
+        keys["tokenizer.chat_template"] = _rendered_as_it_is(source)
     return keys
 
 
