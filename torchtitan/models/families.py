@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypedDict
 
 from torchtitan.components.losses.loss import CrossEntropyLoss
 from torchtitan.config import Configurable
@@ -20,7 +20,24 @@ from torchtitan.tools.errors import UserError, errors_of
 ANY_CLASS = "torchtitan.models.transformers"
 """Package of the models that transformers computes."""
 
-SMALL: dict[str, Any] = {
+
+class Sizes(TypedDict):
+    """Sizes of a decoder."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+
+
+class SmallSizes(Sizes):
+    """Sizes of a decoder, and its context."""
+
+    max_seq_len: int
+
+
+SMALL: SmallSizes = {
     "dim": 256,
     "n_layers": 4,
     "n_heads": 8,
@@ -41,7 +58,7 @@ _SIZES = (
 
 def of_sizes(
     format: ExternalFormat, model_type: str, *sizes: int, max_seq_len: int, **keys: object
-) -> Any:
+) -> BaseModel.Config:
     """Return the model of a config.json with the `sizes` width, feed-forward width, layers, heads
     and vocabulary, and further `keys`. The others have their defaults in transformers."""
     named = dict(zip(_SIZES, sizes, strict=True))

@@ -5,11 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import NoneType
-from typing import get_args, get_origin
+from typing import TypeVar, get_args, get_origin
 
 from torchtitan.config.configurable import describe, fits
 from torchtitan.config.model_sizes import MOST_LAYERS
 from torchtitan.tools.errors import UserError
+
+T = TypeVar("T")
 
 _LARGEST = 2**32
 """Maximum of any size or context of a model; `Decoder.Config.validate` bounds each one more
@@ -109,7 +111,7 @@ class ConfigReader:
         return UserError(f"{self.file}: {key} {said}, but must be {must_be}")
 
 
-def shortest_period(items: Sequence[object]) -> list[object]:
+def shortest_period(items: Sequence[T]) -> list[T]:
     """Return the fewest first items that `items` repeats."""
     periods = (
         n

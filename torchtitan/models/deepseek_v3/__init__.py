@@ -15,6 +15,7 @@ from torchtitan.models.deepseek_v3.mistral4 import Mistral4Model
 from torchtitan.models.deepseek_v3.model import ARCHITECTURES, TYPES, DeepSeekModel
 from torchtitan.models.deepseek_v3.sparse import DeepSeekSparseModel
 from torchtitan.models.families import SMALL, Family, of_sizes
+from torchtitan.protocols import BaseModel
 
 FORMAT = dense_format({**TYPES, **sparse.TYPES, **mistral4.TYPES})
 GGUF = gguf_format(*ARCHITECTURES, *sparse.ARCHITECTURES, *mistral4.ARCHITECTURES)
@@ -26,8 +27,9 @@ def _published(
     factor: float,
     mscale: float,
     fast: float = 32.0,
+    /,
     **keys: object,
-) -> Any:
+) -> BaseModel.Config:
     """Return the model of a published config.json, whose other keys are DeepSeek-V3's."""
     yarn = {
         "type": "yarn",
@@ -39,7 +41,11 @@ def _published(
     return of_sizes(FORMAT, kind, *sizes, max_seq_len=4096 * int(factor), **keys)
 
 
-_LITE: Any = {"num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_intermediate_size": 1408}
+_LITE: dict[str, object] = {
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 1408,
+}
 _V2 = {
     **_LITE,
     "n_routed_experts": 160,
@@ -48,7 +54,12 @@ _V2 = {
     "topk_group": 3,
 }
 _V2 |= {"moe_intermediate_size": 1536, "routed_scaling_factor": 16.0}
-_K2: Any = {"n_routed_experts": 384, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+_K2: dict[str, object] = {
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 _K2 |= {"routed_scaling_factor": 2.827, "rope_theta": 50_000.0}
 _SMALL = {
     "head_dim": 48,

@@ -48,7 +48,7 @@ class DiTModel(ImageModel):
         """Classes; a further one means no class."""
 
         @builds(lambda: DiTModel)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the model on the current device."""
 
         @property

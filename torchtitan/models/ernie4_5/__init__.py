@@ -5,7 +5,7 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.ernie4_5.model import FORMAT, GGUF, Ernie45Model, Ernie45MoeModel
 from torchtitan.models.families import SMALL, Family, of_sizes
 
-_SMALL = {**SMALL, "tie_embeddings": True, "rope": RoPEConfig(theta=10_000.0)}
+_ROPE = RoPEConfig(theta=10_000.0)
 _SMALL_EXPERTS = MoEConfig(
     n_experts=16,
     top_k=3,
@@ -20,8 +20,10 @@ _300B = {
 }
 
 FLAVORS = {
-    "debugmodel": Ernie45Model.Config(**_SMALL),
-    "moe-debugmodel": Ernie45MoeModel.Config(**_SMALL, moe=_SMALL_EXPERTS),
+    "debugmodel": Ernie45Model.Config(**SMALL, tie_embeddings=True, rope=_ROPE),
+    "moe-debugmodel": Ernie45MoeModel.Config(
+        **SMALL, tie_embeddings=True, rope=_ROPE, moe=_SMALL_EXPERTS
+    ),
     "0.3B": of_sizes(FORMAT, "ernie4_5", 1024, 3072, 18, 16, 103_424, max_seq_len=131_072),
     "21B-A3B": of_sizes(FORMAT, "ernie4_5_moe", 2560, 12288, 28, 20, 103_424, max_seq_len=131_072),
     "300B-A47B": of_sizes(

@@ -8,12 +8,8 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.exaone.model import FORMAT, GGUF, Exaone4Model, ExaoneMoeModel
 from torchtitan.models.families import SMALL, Family, of_sizes
 
-_SMALL = {
-    **SMALL,
-    "sliding_window": 64,
-    "layer_types": one_full_of(4),
-    "rope": RoPEConfig(theta=10_000.0),
-}
+_WINDOWS = one_full_of(4)
+_ROPE = RoPEConfig(theta=10_000.0)
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 16.0,
@@ -30,8 +26,10 @@ _K = {
 }
 
 FLAVORS = {
-    "debugmodel": Exaone4Model.Config(**_SMALL),
-    "moe-debugmodel": ExaoneMoeModel.Config(**_SMALL, moe=SMALL_SIGMOID),
+    "debugmodel": Exaone4Model.Config(**SMALL, sliding_window=64, layer_types=_WINDOWS, rope=_ROPE),
+    "moe-debugmodel": ExaoneMoeModel.Config(
+        **SMALL, sliding_window=64, layer_types=_WINDOWS, rope=_ROPE, moe=SMALL_SIGMOID
+    ),
     "4.0-1.2B": _4(
         *(2048, 4096, 30, 32, 102_400),
         max_seq_len=65_536,

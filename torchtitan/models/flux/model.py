@@ -71,7 +71,7 @@ class FluxModel(ImageModel):
         """Classes of data without captions; a fixed text represents each of them."""
 
         @builds(lambda: FluxModel)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the model on the current device."""
 
         @property

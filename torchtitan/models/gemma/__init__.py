@@ -3,22 +3,10 @@ a laptop."""
 
 from functools import partial
 
+from torchtitan.models.common.layer_types import one_full_of
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.gemma.model import FORMAT, GGUF, Gemma2Model, Gemma3Model
-
-_DEBUG = {
-    **SMALL,
-    "norm_eps": 1e-6,
-    "tie_embeddings": True,
-    "rope": RoPEConfig(theta=10_000.0),
-    "head_dim": 64,
-}
-_DEBUG |= {
-    "sliding_window": 64,
-    "query_pre_attn_scalar": 64,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
 
 _1, _2 = (partial(of_sizes, FORMAT, name, max_seq_len=8192) for name in ("gemma", "gemma2"))
 _3 = partial(of_sizes, FORMAT, "gemma3_text", max_seq_len=32_768, sliding_window=512)
@@ -30,9 +18,28 @@ _2_27B = {"num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 1
 _3_27B = {"num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168}
 
 FLAVORS = {
-    "debugmodel": Gemma3Model.Config(**_DEBUG, local_rope=RoPEConfig(theta=1000.0)),
+    "debugmodel": Gemma3Model.Config(
+        **SMALL,
+        norm_eps=1e-6,
+        tie_embeddings=True,
+        rope=RoPEConfig(theta=10_000.0),
+        local_rope=RoPEConfig(theta=1000.0),
+        head_dim=64,
+        sliding_window=64,
+        query_pre_attn_scalar=64,
+        layer_types=one_full_of(2),
+    ),
     "2-debugmodel": Gemma2Model.Config(
-        **_DEBUG, attn_logit_softcapping=50.0, final_logit_softcapping=30.0
+        **SMALL,
+        norm_eps=1e-6,
+        tie_embeddings=True,
+        rope=RoPEConfig(theta=10_000.0),
+        head_dim=64,
+        sliding_window=64,
+        query_pre_attn_scalar=64,
+        layer_types=one_full_of(2),
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
     ),
     "1-2B": _1(2048, 16384, 18, 8, 256_000, num_key_value_heads=1),
     "1-7B": _1(3072, 24576, 28, 16, 256_000),

@@ -10,7 +10,7 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.gemma4.model import FORMAT, GGUF, Gemma4Model, Gemma4MoEModel
 
-_DEBUG = {
+_DEBUG: dict[str, Any] = {
     **SMALL,
     "norm_eps": 1e-6,
     "tie_embeddings": True,
@@ -22,11 +22,6 @@ _DEBUG |= {
     "rope": RoPEConfig(theta=1e6, scaling="proportional", rotated_fraction=0.25),
     "layer_types": one_full_of(2),
 }
-_SMALL: Any = {
-    "hidden_size_per_layer_input": 32,
-    "num_kv_shared_layers": 2,
-    "use_double_wide_mlp": True,
-}
 
 _small = partial(of_sizes, FORMAT, "gemma4_text", final_logit_softcapping=30.0, max_seq_len=131_072)
 _large = partial(
@@ -36,11 +31,6 @@ _large = partial(
     sliding_window=1024,
     max_seq_len=262_144,
 )
-_E2B: Any = {
-    "num_kv_shared_layers": 20,
-    "use_double_wide_mlp": True,
-    "layer_types": one_full_of(5) * 7,
-}
 _26B = {
     "enable_moe_block": True,
     "num_experts": 128,
@@ -50,11 +40,26 @@ _26B = {
 
 FLAVORS = {
     "debugmodel": Gemma4Model.Config(**_DEBUG),
-    "small-debugmodel": Gemma4Model.Config(**_DEBUG, **_SMALL),
+    "small-debugmodel": Gemma4Model.Config(
+        **_DEBUG,
+        hidden_size_per_layer_input=32,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+    ),
     "moe-debugmodel": Gemma4MoEModel.Config(
         **_DEBUG, moe=MoEConfig(n_experts=16, top_k=2, ffn_dim=96)
     ),
-    "E2B": _small(1536, 6144, 35, 8, 262_144, num_key_value_heads=1, **_E2B),
+    "E2B": _small(
+        1536,
+        6144,
+        35,
+        8,
+        262_144,
+        num_key_value_heads=1,
+        num_kv_shared_layers=20,
+        use_double_wide_mlp=True,
+        layer_types=one_full_of(5) * 7,
+    ),
     "E4B": _small(2560, 10240, 42, 8, 262_144, num_key_value_heads=2, num_kv_shared_layers=18),
     "12B": _large(
         3840, 15360, 48, 16, 262_144, num_key_value_heads=8, num_global_key_value_heads=1

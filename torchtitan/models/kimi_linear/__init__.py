@@ -6,8 +6,6 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.kimi_linear.model import FORMAT, GGUF, KimiLinearModel
 
-_SMALL = {**SMALL, "n_kv_heads": 8, "head_dim": 48, "v_head_dim": 32, "kv_lora_rank": 64}
-_SMALL |= {"linear_num_heads": 16, "linear_head_dim": 32}
 _FULL = [4, 8, 12, 16, 20, 24, 27]
 _LAYERS = {
     "full_attn_layers": _FULL,
@@ -16,7 +14,14 @@ _LAYERS = {
 
 FLAVORS = {
     "debugmodel": KimiLinearModel.Config(
-        **_SMALL, rope=RoPEConfig(theta=1e4, rotated_fraction=1 / 3), moe=SMALL_SIGMOID
+        **(SMALL | {"n_kv_heads": 8}),
+        head_dim=48,
+        v_head_dim=32,
+        kv_lora_rank=64,
+        linear_num_heads=16,
+        linear_head_dim=32,
+        rope=RoPEConfig(theta=1e4, rotated_fraction=1 / 3),
+        moe=SMALL_SIGMOID,
     ),
     "48B-A3B": of_sizes(
         FORMAT,

@@ -7,22 +7,19 @@ from torchtitan.models.common.mixers import hybrid_sharding
 from torchtitan.models.common.moe.layer import MoEConfig
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
-from torchtitan.models.lfm2.model import FORMAT, GGUF, Lfm2Model, Lfm2MoEModel
-
-_CONV, _ATTENTION = "conv", "full_attention"
+from torchtitan.models.lfm2.model import FORMAT, GGUF, LayerType, Lfm2Model, Lfm2MoEModel
 
 
-def _types(*attention: int, n_layers: int) -> Any:
+def _types(*attention: int, n_layers: int) -> list[LayerType]:
     return shortest_period(
-        [_ATTENTION if index in attention else _CONV for index in range(n_layers)]
+        ["full_attention" if index in attention else "conv" for index in range(n_layers)]
     )
 
 
-_COMMON: Any = {"n_kv_heads": 8, "max_seq_len": 128_000, "vocab_size": 65_536}
+_COMMON: dict[str, Any] = {"n_kv_heads": 8, "max_seq_len": 128_000, "vocab_size": 65_536}
 _COMMON |= {"tie_embeddings": True, "rope": RoPEConfig(theta=1_000_000.0)}
 _SMALL = {**_COMMON, "n_layers": 16, "layer_types": _types(2, 5, 8, 10, 12, 14, n_layers=16)}
-_DEBUG = {**SMALL, "tie_embeddings": True, "rope": RoPEConfig(theta=10_000.0)}
-_TWO_DENSE: Any = [*["dense"] * 2, *["sparse"] * 22]
+_DEBUG: dict[str, Any] = {**SMALL, "tie_embeddings": True, "rope": RoPEConfig(theta=10_000.0)}
 _DEBUG_MOE = MoEConfig(
     n_experts=16,
     top_k=4,
@@ -37,7 +34,7 @@ _8B_MOE = MoEConfig(
     ffn_dim=1792,
     scoring_func="sigmoid",
     selection_bias=True,
-    layer_types=_TWO_DENSE,
+    layer_types=["dense" if index < 2 else "sparse" for index in range(24)],
 )
 
 FLAVORS = {

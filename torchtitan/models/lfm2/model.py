@@ -32,6 +32,8 @@ from torchtitan.models.common.short_conv import SHORT_CONV, SHORT_CONV_ROWS
 from torchtitan.protocols.state_dict_adapter import Concatenated, KeyMapping, Permuted
 from torchtitan.tools.errors import UserError
 
+LayerType = Literal["conv", "full_attention"]
+
 
 class Lfm2Model(HybridDecoder):
     """Llama's decoder with short convolutions instead of attention in most layers, and norms of
@@ -41,7 +43,7 @@ class Lfm2Model(HybridDecoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(HybridDecoder.Config):
-        layer_types: list[Literal["conv", "full_attention"]] = field(
+        layer_types: list[LayerType] = field(
             default_factory=lambda: ["conv", "conv", "full_attention"]
         )
         """Types of the first layers, repeated for the others."""

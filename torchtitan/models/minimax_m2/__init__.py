@@ -7,7 +7,7 @@ from torchtitan.models.minimax_m2.model import FORMAT, GGUF, MiniMaxM2Model
 
 FLAVORS = {
     "debugmodel": MiniMaxM2Model.Config(
-        **{**SMALL, "ffn_dim": 128},
+        **(SMALL | {"ffn_dim": 128}),
         norm_eps=1e-6,
         rope=RoPEConfig(theta=10_000.0, rotated_fraction=0.5),
         moe=MoEConfig(n_experts=32, top_k=4, scoring_func="sigmoid", selection_bias=True),

@@ -9,7 +9,7 @@ _8x22B = 6144, 16384, 56, 48
 
 FLAVORS = {
     "debugmodel": MixtralModel.Config(
-        **{**SMALL, "ffn_dim": 384},
+        **(SMALL | {"ffn_dim": 384}),
         moe=MoEConfig(n_experts=8, top_k=2),
         rope=RoPEConfig(theta=10_000.0),
     ),

@@ -1,6 +1,7 @@
 """Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano in published sizes, and small ones that train on
 a laptop."""
 
+from functools import partial
 from typing import Any
 
 from torchtitan.models.common.config_reader import shortest_period
@@ -23,15 +24,16 @@ def _layers(pattern: str) -> Any:
 
 
 _COMMON: Any = {"vocab_size": 131_072, "n_kv_heads": 8}
-_8: Any = {"n_groups": 8, "least_step": 0.001}
-_DEBUG = {**SMALL, "mamba": MambaConfig(n_heads=16, head_dim=32, n_groups=4, state_dim=32)}
-_ROUTING: Any = {
-    "scoring_func": "sigmoid",
-    "selection_bias": True,
-    "routed_scaling_factor": 2.5,
+_mamba = partial(MambaConfig, n_groups=8, least_step=0.001)
+_DEBUG: dict[str, Any] = {
+    **SMALL,
+    "mamba": MambaConfig(n_heads=16, head_dim=32, n_groups=4, state_dim=32),
 }
-_DEBUG_MOE = MoEConfig(n_experts=16, top_k=4, ffn_dim=128, shared_ffn_dim=256, **_ROUTING)
-_30B_MOE = MoEConfig(n_experts=128, top_k=6, ffn_dim=1856, shared_ffn_dim=3712, **_ROUTING)
+_experts = partial(
+    MoEConfig, scoring_func="sigmoid", selection_bias=True, routed_scaling_factor=2.5
+)
+_DEBUG_MOE = _experts(n_experts=16, top_k=4, ffn_dim=128, shared_ffn_dim=256)
+_30B_MOE = _experts(n_experts=128, top_k=6, ffn_dim=1856, shared_ffn_dim=3712)
 
 FLAVORS = {
     "debugmodel": NemotronHModel.Config(**{**_DEBUG, **_layers("M-M-*-M-")}),
@@ -43,7 +45,7 @@ FLAVORS = {
         n_heads=32,
         ffn_dim=21504,
         max_seq_len=8192,
-        mamba=MambaConfig(n_heads=128, **_8),
+        mamba=_mamba(n_heads=128),
     ),
     "Nano-9B-v2": NemotronHModel.Config(
         **_COMMON,
@@ -53,7 +55,7 @@ FLAVORS = {
         n_heads=40,
         ffn_dim=15680,
         max_seq_len=131_072,
-        mamba=MambaConfig(n_heads=128, head_dim=80, **_8),
+        mamba=_mamba(n_heads=128, head_dim=80),
     ),
     "Nano-12B-v2": NemotronHModel.Config(
         **_COMMON,
@@ -62,7 +64,7 @@ FLAVORS = {
         n_heads=40,
         ffn_dim=20480,
         max_seq_len=131_072,
-        mamba=MambaConfig(n_heads=128, head_dim=80, **_8),
+        mamba=_mamba(n_heads=128, head_dim=80),
     ),
     "3-Nano-30B-A3B": NemotronHMoEModel.Config(
         **{**_COMMON, "n_kv_heads": 2},
@@ -72,7 +74,7 @@ FLAVORS = {
         n_heads=32,
         ffn_dim=1856,
         max_seq_len=262_144,
-        mamba=MambaConfig(n_heads=64, **_8),
+        mamba=_mamba(n_heads=64),
         moe=_30B_MOE,
     ),
 }

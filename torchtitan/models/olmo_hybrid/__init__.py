@@ -1,18 +1,19 @@
 """OLMo Hybrid's model in its published size, and a small one that trains on a laptop."""
 
-from typing import Any
-
 from torchtitan.models.common.mixers import hybrid_sharding
 from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.olmo_hybrid.model import FORMAT, OlmoHybridModel
 
-_SIZES: Any = {"linear_num_key_heads": 16, "linear_num_value_heads": 16}
-_SIZES |= {"linear_key_head_dim": 12, "linear_value_head_dim": 24}
-
 FLAVORS = {
     "debugmodel": OlmoHybridModel.Config(
-        **SMALL, **_SIZES, norm_eps=1e-6, rope=RoPEConfig(theta=1e4)
+        **SMALL,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        linear_key_head_dim=12,
+        linear_value_head_dim=24,
+        norm_eps=1e-6,
+        rope=RoPEConfig(theta=1e4),
     ),
     "7B": of_sizes(
         FORMAT,

@@ -1,5 +1,6 @@
 """Qwen3.5's models in published sizes, without vision, and small ones that train on a laptop."""
 
+from functools import partial
 from typing import Any
 
 from torchtitan.models.common.mixers import hybrid_sharding
@@ -8,44 +9,33 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family
 from torchtitan.models.qwen3_5.model import FORMAT, GGUF, Qwen35Model, Qwen35MoEModel
 
-
-def _published(
-    kind: type[Qwen35Model.Config] = Qwen35Model.Config, **sizes: Any
-) -> Qwen35Model.Config:
-    rope = RoPEConfig(theta=10_000_000.0, rotated_fraction=0.25)
-    return kind(vocab_size=248_320, max_seq_len=262_144, norm_eps=1e-6, rope=rope, **sizes)
-
-
-_SMALL: Any = {
-    "n_layers": 24,
-    "n_heads": 8,
-    "n_kv_heads": 2,
+_ROPE = RoPEConfig(theta=10_000_000.0, rotated_fraction=0.25)
+_published = partial(
+    Qwen35Model.Config, vocab_size=248_320, max_seq_len=262_144, norm_eps=1e-6, rope=_ROPE
+)
+_small = partial(
+    _published, n_layers=24, n_heads=8, n_kv_heads=2, linear_num_value_heads=16, tie_embeddings=True
+)
+_medium = partial(_published, n_layers=32, n_heads=16, n_kv_heads=4)
+_DEBUG: dict[str, Any] = {
+    **SMALL,
+    "norm_eps": 1e-6,
+    "rope": RoPEConfig(theta=10_000.0, rotated_fraction=0.25),
+    "linear_num_key_heads": 8,
     "linear_num_value_heads": 16,
-    "tie_embeddings": True,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
 }
-_MEDIUM: Any = {"n_layers": 32, "n_heads": 16, "n_kv_heads": 4}
-_35B: Any = {
-    "dim": 2048,
-    "n_layers": 40,
-    "n_heads": 16,
-    "n_kv_heads": 2,
-    "head_dim": 256,
-    "ffn_dim": 512,
-}
-_DEBUG = {**SMALL, "norm_eps": 1e-6, "rope": RoPEConfig(theta=10_000.0, rotated_fraction=0.25)}
-_DEBUG |= {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
-_DEBUG |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
-
 
 FLAVORS = {
     "debugmodel": Qwen35Model.Config(**_DEBUG),
     "moe-debugmodel": Qwen35MoEModel.Config(
         **{**_DEBUG, "ffn_dim": 96}, moe=MoEConfig(n_experts=32, top_k=4, shared_ffn_dim=96)
     ),
-    "0.8B": _published(**_SMALL, dim=1024, head_dim=256, ffn_dim=3584),
-    "2B": _published(**_SMALL, dim=2048, ffn_dim=6144),
-    "4B": _published(**_MEDIUM, dim=2560, head_dim=256, ffn_dim=9216, tie_embeddings=True),
-    "9B": _published(**_MEDIUM, dim=4096, ffn_dim=12288),
+    "0.8B": _small(dim=1024, head_dim=256, ffn_dim=3584),
+    "2B": _small(dim=2048, ffn_dim=6144),
+    "4B": _medium(dim=2560, head_dim=256, ffn_dim=9216, tie_embeddings=True),
+    "9B": _medium(dim=4096, ffn_dim=12288),
     "27B": _published(
         dim=5120,
         n_layers=64,
@@ -55,8 +45,18 @@ FLAVORS = {
         ffn_dim=17408,
         linear_num_value_heads=48,
     ),
-    "35B-A3B": _published(
-        Qwen35MoEModel.Config, **_35B, moe=MoEConfig(n_experts=256, top_k=8, shared_ffn_dim=512)
+    "35B-A3B": Qwen35MoEModel.Config(
+        dim=2048,
+        n_layers=40,
+        n_heads=16,
+        n_kv_heads=2,
+        head_dim=256,
+        ffn_dim=512,
+        vocab_size=248_320,
+        max_seq_len=262_144,
+        norm_eps=1e-6,
+        rope=_ROPE,
+        moe=MoEConfig(n_experts=256, top_k=8, shared_ffn_dim=512),
     ),
 }
 

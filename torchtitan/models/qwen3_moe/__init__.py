@@ -8,7 +8,7 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.qwen3_moe.model import FORMAT, GGUF, Qwen2MoeModel, Qwen3MoeModel
 
-_SMALL = {**SMALL, "norm_eps": 1e-6, "rope": RoPEConfig(theta=10_000.0)}
+_ROPE = RoPEConfig(theta=10_000.0)
 _SMALL_3 = MoEConfig(n_experts=32, top_k=4, ffn_dim=96)
 _SMALL_2 = MoEConfig(n_experts=16, top_k=2, ffn_dim=96, norm_topk_prob=False, shared_ffn_dim=192)
 
@@ -36,8 +36,12 @@ _57B = {
 }
 
 FLAVORS = {
-    "debugmodel": Qwen3MoeModel.Config(**_SMALL, head_dim=64, moe=_SMALL_3),
-    "2-debugmodel": Qwen2MoeModel.Config(**_SMALL, attention_bias=True, moe=_SMALL_2),
+    "debugmodel": Qwen3MoeModel.Config(
+        **SMALL, norm_eps=1e-6, rope=_ROPE, head_dim=64, moe=_SMALL_3
+    ),
+    "2-debugmodel": Qwen2MoeModel.Config(
+        **SMALL, norm_eps=1e-6, rope=_ROPE, attention_bias=True, moe=_SMALL_2
+    ),
     "30B-A3B": _3(2048, 6144, 48, 32, 151_936),
     "235B-A22B": _3(4096, 12288, 94, 64, 151_936, moe_intermediate_size=1536),
     "Coder-480B-A35B": _3(6144, 8192, 62, 96, 151_936, max_seq_len=262_144, **_480B),

@@ -6,13 +6,16 @@ from torchtitan.models.common.rope import RoPEConfig
 from torchtitan.models.families import SMALL, Family, of_sizes
 from torchtitan.models.qwen3_next.model import FORMAT, GGUF, Qwen3NextModel
 
-_SMALL = {**SMALL, "norm_eps": 1e-6, "rope": RoPEConfig(theta=1e4, rotated_fraction=0.25)}
-_SMALL |= {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
-_SMALL |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
-
 FLAVORS = {
     "debugmodel": Qwen3NextModel.Config(
-        **_SMALL, moe=MoEConfig(n_experts=32, top_k=4, ffn_dim=96, shared_ffn_dim=128)
+        **SMALL,
+        norm_eps=1e-6,
+        rope=RoPEConfig(theta=1e4, rotated_fraction=0.25),
+        linear_num_key_heads=8,
+        linear_num_value_heads=16,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        moe=MoEConfig(n_experts=32, top_k=4, ffn_dim=96, shared_ffn_dim=128),
     ),
     "80B-A3B": of_sizes(
         FORMAT,
