@@ -110,7 +110,7 @@ def builds(
     checkers and editors:
 
         @builds(lambda: LRScheduler)
-        def build(self) -> Any:
+        def build(self) -> object:
             \"\"\"Build the schedule.\"\"\"
 
     The method does what `Configurable.Config.build` does, so a configuration of a subclass builds

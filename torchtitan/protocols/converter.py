@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from torch import Tensor, nn
 
@@ -68,7 +68,7 @@ class ModelConverter(Configurable):
         """A converter's options: `--model_converters.<class name in lower case>.<field>`."""
 
         @builds(lambda: ModelConverter)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the converter."""
 
         @property
@@ -167,7 +167,7 @@ class LayerConverter(ModelConverter):
         """Regular expressions; layers with matching names are not converted."""
 
         @builds(lambda: LayerConverter)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the converter."""
 
         def validate(self) -> None:

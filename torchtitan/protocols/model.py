@@ -42,7 +42,7 @@ class BaseModel(nn.Module, Configurable):
         """Compute one score per token, a reward, instead of logits (`--module reward`)."""
 
         @builds(lambda: BaseModel)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the model on the current device."""
 
         @property

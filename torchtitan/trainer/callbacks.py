@@ -36,7 +36,7 @@ class Callback(Configurable):
             return False
 
         @builds(lambda: Callback)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the callback of a run."""
 
         def check_run(self, run: Sections) -> None:

@@ -97,7 +97,7 @@ class Trainer(Configurable):
         """A whole run. Each field is a section of the command line and of `--config_file`."""
 
         @builds(lambda: Trainer)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build every part of the run."""
 
     # Methods that a subclass changes. A class that overrides the method has the value True, and may

@@ -84,14 +84,16 @@ def encode(name: str, state_dict: Mapping[str, object]) -> Entries:
     return {**tensors, f"json-{hashlib.sha256(text.encode()).hexdigest()[:16]}": text}
 
 
-def decode(entries: Entries, template: Mapping[str, object]) -> dict[str, Any]:
+def decode(entries: Entries, template: Mapping[str, object]) -> dict[str, object]:
     """Return the state dict encoded in `entries`. Lists become tuples for keys that are tuples in
     `template`."""
-    state_dict: dict[str, Any] = {}
+    state_dict: dict[str, object] = {}
     for key, value in sorted(entries.items()):
         state_dict.update(json.loads(value) if isinstance(value, str) else {key: value})
     return {
-        key: tuple(value) if isinstance(template.get(key), tuple) else value
+        key: tuple(value)
+        if isinstance(value, list) and isinstance(template.get(key), tuple)
+        else value
         for key, value in state_dict.items()
     }
 
@@ -277,7 +279,7 @@ def load(
         )
     except dcp.CheckpointException as error:
         raise _unreadable_error(path, error.failures[min(error.failures)][0]) from error
-    decoded: dict[str, dict[str, Any]] = {}
+    decoded: dict[str, dict[str, object]] = {}
 
     def decode_all() -> None:
         try:

@@ -3,7 +3,6 @@ checkpoints."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torchtitan.tools.redact import unsigned
 
@@ -42,7 +41,7 @@ class BaseWeights:
 class RunIdentity:
     """Properties that a run keeps across interruptions."""
 
-    properties: Mapping[str, Any]
+    properties: Mapping[str, object]
     """Name → a JSON-serializable value other than a dict, or the result of `identify_content`."""
 
     length: Mapping[str, int]

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
@@ -50,6 +50,12 @@ if TYPE_CHECKING:
 _SEED_WEIGHTS = BaseWeights("the seed")
 
 
+class _Best(TypedDict, total=False):
+    best_metric: str
+    best_value: float | None
+    best_goal: str
+
+
 class CheckpointManager(Configurable):
     """Saves the states of a run to `{dump_folder}/{folder}/step-N` and restores them.
 
@@ -90,7 +96,7 @@ class CheckpointManager(Configurable):
         """Options for saving, keeping and loading checkpoints."""
 
         @builds(lambda: CheckpointManager)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the checkpointer of a run."""
 
         def decide_start(
@@ -468,7 +474,7 @@ class CheckpointManager(Configurable):
         return {name: dcp.encode(name, state_dict) for name, state_dict in states.items()}
 
     def _convert_dtypes(self, state: ModelState, kind: Kind) -> dict[str, torch.Tensor]:
-        weights: dict[str, torch.Tensor] = state.state_dict()
+        weights = state.state_dict()
         if self.config.export_dtype is None:
             return weights
         types = self._types(state, weights, kind)
@@ -519,7 +525,7 @@ class CheckpointManager(Configurable):
                 best_of=best_of,
             )
 
-    def _best_of(self, measured: Mapping[str, float]) -> dict[str, Any]:
+    def _best_of(self, measured: Mapping[str, float]) -> _Best:
         """Return the marker's fields about another metric than the validation loss."""
         metric = self.config.best_metric
         if not self.config.keep_best or metric == VALIDATION_LOSS:

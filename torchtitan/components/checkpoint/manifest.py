@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from torchtitan.components.checkpoint.filesystem import Folder, read_document
 from torchtitan.components.checkpoint.ranks import Ranks
@@ -80,7 +80,7 @@ class Marker:
     base_digest: str = ""
     """Digest of the omitted weights (`BaseWeights.digest`)."""
 
-    identity: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    identity: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Properties of the run (`RunIdentity`); empty if the run has no identity."""
 
     length: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -277,13 +277,18 @@ def find_faults(
     )
 
 
-def _parse_manifest(content: bytes) -> dict[str, Any] | None:
+class _File(TypedDict):
+    bytes: int
+    digest: str
+
+
+def _parse_manifest(content: bytes) -> dict[str, _File] | None:
     """Return the files listed in a manifest; None if it is malformed, which is possible with a
     forged digest."""
     try:
         files = json.loads(content)["files"]
         return {
-            name: {"bytes": file["bytes"], "digest": file["digest"]} for name, file in files.items()
+            name: _File(bytes=file["bytes"], digest=file["digest"]) for name, file in files.items()
         }
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None

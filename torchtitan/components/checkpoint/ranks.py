@@ -3,7 +3,7 @@ errors."""
 
 import pickle
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from torchtitan.tools.errors import UserError
 
@@ -39,7 +39,8 @@ class Ranks:
 
     def broadcast_from_rank0(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0 and return its result, or raise its error, on every rank."""
-        results: list[Any] = [self._call(function) if self.rank == 0 else (None, None)]
+        result = self._call(function) if self.rank == 0 else (None, None)
+        results: list[tuple[T | None, Exception | None]] = [result]
         if self.group:
             import torch.distributed as dist
 
@@ -51,18 +52,18 @@ class Ranks:
         raised on all."""
         return self._unwrap(self.gather(self._call(function)))
 
-    def _call(self, function: Callable[[], T]) -> tuple[Any, Exception | None]:
+    def _call(self, function: Callable[[], T]) -> tuple[T | None, Exception | None]:
         try:
             return function(), None
         except Exception as error:  # any error, since the other ranks wait for the result
             return None, self._make_picklable(error)
 
     @staticmethod
-    def _unwrap(results: list[tuple[Any, Exception | None]]) -> list[Any]:
+    def _unwrap(results: list[tuple[T | None, Exception | None]]) -> list[T]:
         for _, error in results:
             if error:
                 raise error
-        return [result for result, _ in results]
+        return [cast(T, result) for result, _ in results]
 
     def _make_picklable(self, error: Exception) -> Exception:
         if self.group is None:

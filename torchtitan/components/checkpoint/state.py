@@ -5,10 +5,10 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchtitan.distributed.initialize import canonical_name
 from torchtitan.protocols.model import ConvertedModule, converted_modules
@@ -30,20 +30,20 @@ class ModelState:
     def __init__(self, model_parts: Sequence[nn.Module]):
         self.model_parts = model_parts
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return canonical name → parameter or persistent buffer, without copying."""
         return {name: value for part in self._part_state_dicts() for name, value in part.items()}
 
-    def copies(self) -> dict[str, list[Any]]:
+    def copies(self) -> dict[str, list[Tensor]]:
         """Return canonical name → all tensors with this name: two if this process has the first and
         the last pipeline stage, and they share a module."""
-        copies: dict[str, list[Any]] = defaultdict(list)
+        copies: dict[str, list[Tensor]] = defaultdict(list)
         for part in self._part_state_dicts():
             for name, value in part.items():
                 copies[name].append(value)
         return copies
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Copy `state_dict` into the model. Raise `UserError` if names are missing or unknown."""
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
@@ -97,10 +97,10 @@ class ModelState:
         ]
         return {canonical_name(name) for name in names}
 
-    def _part_state_dicts(self) -> list[dict[str, Any]]:
+    def _part_state_dicts(self) -> list[dict[str, Tensor]]:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-        return [get_model_state_dict(part) for part in self.model_parts]
+        return [cast(dict[str, Tensor], get_model_state_dict(part)) for part in self.model_parts]
 
 
 class TrainedState:
@@ -109,13 +109,13 @@ class TrainedState:
     def __init__(self, state: ModelState):
         self._state = state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor]:
         frozen = self._state.frozen
         return {
             name: value for name, value in self._state.state_dict().items() if name not in frozen
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         self._state.load_state_dict({**self._state.state_dict(), **state_dict})
 
 
@@ -123,12 +123,12 @@ class RandomState:
     """Random number generators of this process (PyTorch, NumPy and Python), as one of the
     `rank_states`."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return generator → state: byte tensors for PyTorch ("cpu", "cuda", …), lists for NumPy
         and Python."""
         import numpy
 
-        state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+        state: dict[str, object] = {"cpu": torch.get_rng_state()}
         if accelerator := torch.accelerator.current_accelerator(check_available=True):
             state[accelerator.type] = torch.get_device_module(accelerator).get_rng_state()
         numpy_state: Any = numpy.random.get_state()

@@ -325,7 +325,7 @@ class TokenizingDataLoader(BaseDataLoader):
         """Verify all checksums of the tokenized data before use; False: verify a sample of them."""
 
         @builds(lambda: TokenizingDataLoader)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the loader of one data-parallel rank."""
 
         def validate(self) -> None:

@@ -138,7 +138,7 @@ class PretrainDataLoader(WindowsDataLoader):
         """Documents per shuffle buffer of a stream; local data is always shuffled as a whole."""
 
         @builds(lambda: PretrainDataLoader)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the loader of one data-parallel rank."""
 
         def validate(self) -> None:

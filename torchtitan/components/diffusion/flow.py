@@ -5,7 +5,6 @@ Its velocity is e - x, which the model predicts from x_t and t; FLUX has the sam
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ class FlowMatchingLoss(Configurable):
         """Share of samples that are trained without their condition, for guidance."""
 
         @builds(lambda: FlowMatchingLoss)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the loss."""
 
         def validate(self) -> None:

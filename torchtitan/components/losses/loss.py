@@ -7,7 +7,6 @@ A loss is a function of the last hidden states and the output weights, passed to
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +47,7 @@ class CrossEntropyLoss(Configurable):
         otherwise 1,024."""
 
         @builds(lambda: CrossEntropyLoss)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the loss."""
 
         def validate(self) -> None:

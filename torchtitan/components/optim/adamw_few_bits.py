@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.components.optim.bf16_weights import RoundedUpdates, Rounding
+from torchtitan.components.optim.own_state import Group, Groups
 from torchtitan.distributed.initialize import local_part
 from torchtitan.tools.sharded import is_dtensor
 from torchtitan.tools.torch_private import dtensor_like
@@ -14,7 +15,7 @@ from torchtitan.tools.torchao import import_torchao
 
 
 def make_adamw_few_bits(
-    groups: list[dict[str, object]], *, bits: Literal[4, 8], rounding: Rounding, **settings: object
+    groups: Groups, *, bits: Literal[4, 8], rounding: Rounding, **settings: object
 ) -> torch.optim.Optimizer:
     """Return torchao's `AdamW8bit` or `AdamW4bit`, with learning rates that are numbers, and
     `rounding` of bfloat16 weights.
@@ -86,7 +87,7 @@ def make_adamw_few_bits(
 class _Rounded(RoundedUpdates):
     """The step of `RoundedUpdates` with torchao's update and moments."""
 
-    def new_state(self, parameter: Tensor) -> dict[str, object]:
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         # In float32, if not in few bits.
         like = parameter.detach().float()
         moments = {"exp_avg": True, "exp_avg_sq": False}
@@ -96,7 +97,7 @@ class _Rounded(RoundedUpdates):
         }
 
     def update_wide(
-        self, wide: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+        self, wide: Tensor, gradient: Tensor, state: dict[str, Tensor], group: Group
     ) -> None:
         update = import_torchao("torchao.optim.adam").single_param_adam
         state["step"] += 1

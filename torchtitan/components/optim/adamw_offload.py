@@ -1,10 +1,11 @@
 """AdamW with its moments in CPU memory, and its updates computed there."""
 
-from typing import Any
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
 
+from torchtitan.components.optim.own_state import AdamSettings, Group, Groups
 from torchtitan.distributed.initialize import local_part
 from torchtitan.tools.sharded import is_dtensor
 from torchtitan.tools.torch_private import dtensor_like, write_count
@@ -20,7 +21,7 @@ class AdamWOffload(torch.optim.AdamW):
     copies and not to the model's parameters.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], **settings: Any):
+    def __init__(self, groups: Groups, **settings: Unpack[AdamSettings]):
         super().__init__(groups, **settings)
         self._hosts: dict[Tensor, _Host] = {}
 
@@ -37,7 +38,7 @@ class AdamWOffload(torch.optim.AdamW):
         for event, (host, parameter, group) in zip(copied, queue, strict=True):
             if event:
                 event.synchronize()
-            host.update(parameter, group)
+            host.update(parameter, cast(Group, group))
             self.state[parameter] = host.state(parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -75,10 +76,10 @@ class _Host:
         self.weight.grad.copy_(local_part(gradient), non_blocking=True)
         return torch.cuda.current_stream(local.device).record_event() if local.is_cuda else None
 
-    def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def update(self, parameter: Tensor, group: Group) -> None:
         """Compute the update with a group's settings, and start to copy the weight."""
         (own,) = self.optimizer.param_groups
-        own.update({name: group[name] for name in ("lr", "betas", "eps", "weight_decay")})
+        own |= {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
         self.optimizer.step()
         local = local_part(parameter)
         local.copy_(self.weight, non_blocking=True)

@@ -6,13 +6,13 @@ that make the expected weight exact (Gupta et al. 2015, arXiv:1502.02551), or a 
 number with the rounding error of the weight, added before the next update (Kahan 1965).
 """
 
-from typing import Any, Literal
+from typing import Literal, Unpack, cast
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from torchtitan.components.optim.own_state import KeptTypes
+from torchtitan.components.optim.own_state import AdamSettings, Group, Groups, KeptTypes
 from torchtitan.distributed.initialize import local_part, local_slices
 
 Rounding = Literal["nearest", "stochastic", "kahan"]
@@ -21,7 +21,7 @@ _LOW_BITS = 0xFFFF
 """Bits of a float32 number that bfloat16 does not have."""
 
 
-def add_rounding_state(state: dict[str, Any], parameter: Tensor, rounding: Rounding) -> None:
+def add_rounding_state(state: dict[str, Tensor], parameter: Tensor, rounding: Rounding) -> None:
     """Add what `rounding` needs to the state of a parameter: the number of updates, or the rounding
     error, like the parameter."""
     state.setdefault("step", torch.tensor(0.0))
@@ -29,7 +29,7 @@ def add_rounding_state(state: dict[str, Any], parameter: Tensor, rounding: Round
         state["compensation"] = torch.zeros_like(parameter)
 
 
-def wide_weight(parameter: Tensor, state: dict[str, Any]) -> Tensor:
+def wide_weight(parameter: Tensor, state: dict[str, Tensor]) -> Tensor:
     """Return this rank's part of a parameter with its rounding error, in a new float32 tensor."""
     wide = local_part(parameter).to(torch.float32, copy=True)
     if "compensation" in state:
@@ -38,7 +38,7 @@ def wide_weight(parameter: Tensor, state: dict[str, Any]) -> Tensor:
 
 
 def write_weight(
-    parameter: Tensor, wide: Tensor, state: dict[str, Any], rounding: Rounding
+    parameter: Tensor, wide: Tensor, state: dict[str, Tensor], rounding: Rounding
 ) -> None:
     """Round the new value, float32, to this rank's part of a parameter. `state["step"]` is the
     number of the update."""
@@ -91,12 +91,12 @@ class RoundedUpdates(KeptTypes):
 
     rounding: Rounding
 
-    def new_state(self, parameter: Tensor) -> dict[str, object]:
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter before its first update."""
         raise NotImplementedError
 
     def update_wide(
-        self, wide: Tensor, gradient: Tensor, state: dict[str, object], group: dict[str, object]
+        self, wide: Tensor, gradient: Tensor, state: dict[str, Tensor], group: Group
     ) -> None:
         """Update a float32 tensor and the state in place, with a float32 gradient."""
         raise NotImplementedError
@@ -112,18 +112,19 @@ class RoundedUpdates(KeptTypes):
                     state.update(self.new_state(parameter))
                     add_rounding_state(state, parameter, self.rounding)
                 wide = wide_weight(parameter, state)
-                self.update_wide(wide, local_part(parameter.grad).float(), state, group)
+                gradient = local_part(parameter.grad).float()
+                self.update_wide(wide, gradient, state, cast(Group, group))
                 write_weight(parameter, wide, state, self.rounding)
 
 
 class RoundedAdamW(RoundedUpdates, torch.optim.AdamW):
     """AdamW of bfloat16 weights, with moments in float32."""
 
-    def __init__(self, groups: list[dict[str, Any]], *, rounding: Rounding, **settings: Any):
+    def __init__(self, groups: Groups, *, rounding: Rounding, **settings: Unpack[AdamSettings]):
         super().__init__(groups, **settings)
         self.rounding = rounding
 
-    def new_state(self, parameter: Tensor) -> dict[str, object]:
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         return {
             "step": torch.zeros((), device=local_part(parameter).device),
             "exp_avg": torch.zeros_like(parameter, dtype=torch.float32),
@@ -131,7 +132,7 @@ class RoundedAdamW(RoundedUpdates, torch.optim.AdamW):
         }
 
     def update_wide(
-        self, wide: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+        self, wide: Tensor, gradient: Tensor, state: dict[str, Tensor], group: Group
     ) -> None:
         beta1, beta2 = group["betas"]
         adamw(

@@ -2,13 +2,12 @@
 matrices."""
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.components.optim.own_state import OwnState
+from torchtitan.components.optim.own_state import Group, Groups, OwnState
 from torchtitan.distributed.gradients import redistribute_like
 from torchtitan.distributed.initialize import local_part, local_slices, sharded_dims
 from torchtitan.tools.sharded import is_dtensor
@@ -24,7 +23,7 @@ class Dion(OwnState):
     Muon, updates have AdamW's size. Ranks add up P and R, r (m + n) numbers, and gather no matrix.
     """
 
-    def __init__(self, groups: list[dict[str, object]], **settings: object):
+    def __init__(self, groups: Groups, **settings: object):
         super().__init__(groups, **settings)
         # Found by computations on tensors, which have no values during a dry run's step.
         self._own_slices = {
@@ -33,7 +32,7 @@ class Dion(OwnState):
             for parameter in group["params"]
         }
 
-    def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def new_state(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
         rank = math.ceil(group["rank_fraction"] * min(parameter.shape[-2:]))
         basis = local_part(parameter).new_empty((parameter.shape[-1], rank))
         # Equal in all layouts, and for all matrices of a stack.
@@ -43,7 +42,7 @@ class Dion(OwnState):
             "basis": _stacked_like(basis, parameter),
         }
 
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, group: Group) -> None:
         state, momentum = self.state[parameter], group["momentum"]
         weight, moment = local_part(parameter), local_part(state["momentum_buffer"])
         basis = local_part(state["basis"])

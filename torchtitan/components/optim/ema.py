@@ -43,7 +43,7 @@ class WeightAverage(Configurable):
         """Write the averages with checkpoint.last_save_in_hf or last_save_model_only."""
 
         @builds(lambda: WeightAverage)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the averages of a model's parts."""
 
         def validate(self) -> None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torchtitan.components.optim.adamw_offload import AdamWOffload
 from torchtitan.components.optim.bf16_weights import RoundedAdamW, Rounding
 from torchtitan.components.optim.dion import Dion
 from torchtitan.components.optim.muon import Muon
+from torchtitan.components.optim.own_state import AdamSettings, Groups
 from torchtitan.components.optim.schedule_free import ScheduleFreeAdamW
 from torchtitan.components.optim.soap import SOAP
 from torchtitan.components.optim.without_compiler import without_compiler
@@ -33,8 +34,6 @@ OptimizerName = Literal[
     "ScheduleFreeAdamW",
 ]
 """The keys of `KINDS`."""
-
-Groups = list[dict[str, object]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +95,9 @@ def make_adam(
     """Return AdamW, or Adam."""
     if optimizer.rounding != "nearest":
         return RoundedAdamW(groups, rounding=optimizer.rounding, **_adam(optimizer))
-    flags: Any = {name: optimizer.implementation == name for name in ("fused", "foreach")}
     adam = without_compiler(kind)
-    return adam(groups, **_adam(optimizer), **flags)
+    fused, foreach = (optimizer.implementation == name for name in ("fused", "foreach"))
+    return adam(groups, **_adam(optimizer), fused=fused, foreach=foreach)
 
 
 def _make_few_bits(
@@ -138,7 +137,7 @@ def _make_soap(groups: Groups, optimizer: Settings) -> torch.optim.Optimizer:
     return SOAP(groups, **_adam(optimizer), basis_interval=optimizer.basis_interval)
 
 
-def _adam(optimizer: Settings) -> dict[str, Any]:
+def _adam(optimizer: Settings) -> AdamSettings:
     betas = (optimizer.beta1, optimizer.beta2)
     return {"lr": optimizer.lr, "betas": betas, "eps": optimizer.eps}
 

@@ -50,7 +50,7 @@ class LossScale(Configurable):
         """Steps in a row with finite gradients before the factor grows."""
 
         @builds(lambda: LossScale)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the factor of a run."""
 
         def validate(self) -> None:

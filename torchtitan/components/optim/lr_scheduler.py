@@ -70,7 +70,7 @@ class LRScheduler(Configurable):
         """Rates between two points: the earlier point's, or on a line."""
 
         @builds(lambda: LRScheduler)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the schedule of an optimizer, whose rates it sets."""
 
         def validate(self) -> None:
@@ -173,7 +173,7 @@ class LRScheduler(Configurable):
                 rate *= factor_at(points, steps_taken, self.config.points_between)
             group["lr"] = rate
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the number of steps taken and its unit; everything else comes from the
         configuration."""
         return {"steps_taken": self.steps_taken, "unit": self.config.unit}

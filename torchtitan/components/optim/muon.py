@@ -4,7 +4,7 @@ experts are orthogonalized one at a time."""
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torchtitan.components.optim.bf16_weights import (
     wide_weight,
     write_weight,
 )
-from torchtitan.components.optim.own_state import Allocated
+from torchtitan.components.optim.own_state import Allocated, Group
 from torchtitan.distributed.gradients import redistribute_like
 from torchtitan.distributed.initialize import local_part, local_slices, sharded_dims
 from torchtitan.distributed.whole_tensors import whole
@@ -59,21 +59,20 @@ class Muon(Allocated, torch.optim.Muon):
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         self.allocate()
         for group in self.param_groups:
+            settings = cast(Group, group)
             given = [parameter for parameter in group["params"] if parameter.grad is not None]
             for stack in (parameter for parameter in given if parameter in self._whole_stacks):
-                direction = local_part(self._direction(stack, group))
-                self._apply(stack, self._orthogonal(direction, group), group)
+                direction = local_part(self._direction(stack, settings))
+                self._apply(stack, self._orthogonal(direction, settings), settings)
             matrices = [parameter for parameter in given if parameter not in self._whole_stacks]
             # Matrices of similar size take ranks a similar time.
             matrices.sort(key=lambda matrix: (matrix.numel(), max(matrix.shape)), reverse=True)
             mesh = matrices[0].device_mesh if matrices and is_dtensor(matrices[0]) else None
             n_ranks = mesh.size() if mesh else 1
             for first in range(0, len(matrices), n_ranks):
-                self._update(matrices[first : first + n_ranks], mesh, group)
+                self._update(matrices[first : first + n_ranks], mesh, settings)
 
-    def _update(
-        self, matrices: Sequence[Tensor], mesh: DeviceMesh | None, group: dict[str, object]
-    ) -> None:
+    def _update(self, matrices: Sequence[Tensor], mesh: DeviceMesh | None, group: Group) -> None:
         """Update at most one matrix per rank. A collective."""
         own = _coordinates(mesh).index(tuple(mesh.get_coordinate() or ())) if mesh else 0
         update = None
@@ -88,7 +87,7 @@ class Muon(Allocated, torch.optim.Muon):
             shared = _shared(update if index == own else None, matrix, index)
             self._apply(matrix, shared[self._own_parts[matrix]], group)
 
-    def _orthogonal(self, matrices: Tensor, group: dict[str, object]) -> Tensor:
+    def _orthogonal(self, matrices: Tensor, group: Group) -> Tensor:
         """Return orthogonal matrices (…, m, n) next to the given ones, each computed by itself."""
         settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
         if matrices.ndim == 2:
@@ -98,7 +97,7 @@ class Muon(Allocated, torch.optim.Muon):
             place.copy_(orthogonalize(one, *settings))
         return out
 
-    def _apply(self, matrix: Tensor, part: Tensor, group: dict[str, Any]) -> None:
+    def _apply(self, matrix: Tensor, part: Tensor, group: Group) -> None:
         """Update this rank's part of a matrix by a part of the orthogonal matrix."""
         rate = adjusted_lr(group["lr"], group["adjust_lr_fn"], matrix.shape[-2:])
         state = self.state[matrix]
@@ -110,7 +109,7 @@ class Muon(Allocated, torch.optim.Muon):
             state["step"] += 1
             write_weight(matrix, weight, state, self.rounding)
 
-    def _direction(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
+    def _direction(self, matrix: Tensor, group: Group) -> Tensor:
         """Add the gradient to the matrix's moment, and return Nesterov's moment: of a sharded
         matrix, in bfloat16 on the device of its mesh, sharded alike."""
         assert matrix.grad is not None

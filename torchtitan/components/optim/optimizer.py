@@ -136,7 +136,7 @@ class Optimizer(Configurable):
         saves memory. Incompatible with gradient accumulation, clipping and pipeline parallelism."""
 
         @builds(lambda: Optimizer)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the optimizer of a model's parts."""
 
         def validate(self) -> None:
@@ -450,7 +450,7 @@ class Optimizer(Configurable):
         entries = (entry for state in self._states for entry in state.state_dict().items())
         return {key: value for key, value in entries if key.startswith("state.")}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Load the moments from `state_dict`; hyperparameters stay as configured."""
         loaded: set[str] = set()
         for state in self._states:

@@ -1,11 +1,34 @@
 """Bases of the optimizers whose state is this package's own."""
 
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
 
 from torchtitan.distributed.initialize import local_part
+
+Groups = list[dict[str, object]]
+"""Parameter groups, with settings of their own."""
+
+
+class AdamSettings(TypedDict):
+    """Settings of Adam and its relatives."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+
+
+class Group(AdamSettings):
+    """Settings of a group, as an update reads them: those that its optimizer has."""
+
+    weight_decay: float
+    momentum: float
+    basis_interval: int
+    rank_fraction: float
+    ns_coefficients: tuple[float, float, float]
+    ns_steps: int
+    adjust_lr_fn: str
 
 
 class KeptTypes(torch.optim.Optimizer):
@@ -45,15 +68,15 @@ class OwnState(KeptTypes, Allocated):
     """Entries of a parameter's state that are numbers, 0 before its first update: scalars in CPU
     memory, float64."""
 
-    def __init__(self, groups: list[dict[str, object]], **settings: object):
+    def __init__(self, groups: Groups, **settings: object):
         super().__init__(groups, settings)
         self._numbers: dict[Tensor, dict[str, float]] = {}
 
-    def new_state(self, parameter: Tensor, group: dict[str, object]) -> dict[str, Tensor]:
+    def new_state(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
         """Return the tensors of a parameter's state before its first update."""
         raise NotImplementedError
 
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, group: Group) -> None:
         """Update this rank's part of a parameter, and its state. `gradient` is like the
         parameter."""
         raise NotImplementedError
@@ -64,7 +87,7 @@ class OwnState(KeptTypes, Allocated):
                 if parameter in self.state:
                     continue
                 zeros = {name: torch.zeros((), dtype=torch.float64) for name in self.number_names}
-                self.state[parameter] = {**self.new_state(parameter, group), **zeros}
+                self.state[parameter] = {**self.new_state(parameter, cast(Group, group)), **zeros}
                 self._numbers[parameter] = dict.fromkeys(self.number_names, 0.0)
 
     def number(self, parameter: Tensor, name: str) -> float:
@@ -80,10 +103,11 @@ class OwnState(KeptTypes, Allocated):
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         self.allocate()
         for group in self.param_groups:
+            settings = cast(Group, group)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self.set_number(parameter, "step", self.number(parameter, "step") + 1)
-                    self.update(parameter, parameter.grad, group)
+                    self.update(parameter, parameter.grad, settings)
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Load the state of parameters that have one."""

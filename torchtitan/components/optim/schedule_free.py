@@ -3,12 +3,11 @@ decay of the learning rate."""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan.components.optim.own_state import OwnState
+from torchtitan.components.optim.own_state import Group, Groups, OwnState
 from torchtitan.distributed.initialize import local_part
 
 
@@ -25,19 +24,19 @@ class ScheduleFreeAdamW(OwnState):
 
     number_names = ("step", "largest_lr", "weight_sum")
 
-    def __init__(self, groups: list[dict[str, object]], **settings: object):
+    def __init__(self, groups: Groups, **settings: object):
         super().__init__(groups, **settings)
         self.training_weights: dict[Tensor, Tensor] = {}
         """Parameter → y in a context of `evaluating`; empty outside."""
 
-    def new_state(self, parameter: Tensor, group: dict[str, object]) -> dict[str, Tensor]:
+    def new_state(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
         # z follows with the first update, since weights may be loaded before it.
         return {
             "z": torch.zeros_like(parameter, requires_grad=False),
             "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
         }
 
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, group: Group) -> None:
         state, lr = self.state[parameter], group["lr"]
         beta1, beta2 = group["betas"]
         y, z, squares = map(local_part, (parameter, state["z"], state["exp_avg_sq"]))

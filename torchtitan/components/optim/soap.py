@@ -1,11 +1,9 @@
 """SOAP (Vyas et al. 2024, arXiv:2409.11321): AdamW in the eigenbases of Shampoo's statistics."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from torchtitan.components.optim.own_state import OwnState
+from torchtitan.components.optim.own_state import Group, Groups, OwnState
 from torchtitan.distributed.gradients import redistribute_like
 from torchtitan.distributed.initialize import local_part, local_slices, sharded_dims
 from torchtitan.distributed.whole_tensors import whole
@@ -29,12 +27,12 @@ class SOAP(OwnState):
     All state is sharded, but each rank gathers it and computes the update of the whole matrix.
     """
 
-    def __init__(self, groups: list[dict[str, object]], **settings: object):
+    def __init__(self, groups: Groups, **settings: object):
         super().__init__(groups, **settings)
         # Found by computations on tensors, which have no values during a dry run's step.
         self._own_parts: dict[Tensor, tuple[slice, ...]] = {}
 
-    def new_state(self, parameter: Tensor, group: dict[str, object]) -> dict[str, Tensor]:
+    def new_state(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
         moments = {
             name: torch.zeros_like(parameter, requires_grad=False)
             for name in ("exp_avg", "exp_avg_sq")
@@ -51,7 +49,7 @@ class SOAP(OwnState):
                 self._own_parts[tensor] = local_slices(tensor)
         return state
 
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, group: Group) -> None:
         step = int(self.number(parameter, "step"))
         held = {
             name: tensor
@@ -71,7 +69,7 @@ class SOAP(OwnState):
                 local_part(tensor).copy_(state[name][self._own_parts[tensor]])
 
 
-def _change(state: dict[str, Tensor], gradient: Tensor, group: dict[str, Any], step: int) -> Tensor:
+def _change(state: dict[str, Tensor], gradient: Tensor, group: Group, step: int) -> Tensor:
     """Return what AdamW subtracts from the weights, and update its moments."""
     beta1, beta2 = group["betas"]
     turned = _turned(gradient, state)
@@ -92,9 +90,7 @@ def _turned(matrix: Tensor, state: dict[str, Tensor], *, back: bool = False) -> 
     return matrix
 
 
-def _update_bases(
-    state: dict[str, Tensor], gradient: Tensor, group: dict[str, Any], step: int
-) -> None:
+def _update_bases(state: dict[str, Tensor], gradient: Tensor, group: Group, step: int) -> None:
     """Add a gradient to the statistics; compute bases with the first, and refresh them when due."""
     products = {"left": gradient @ gradient.mT, "right": gradient.mT @ gradient}
     for side, dim in zip(SIDES, (-2, -1), strict=True):

@@ -53,7 +53,7 @@ class SpikeGuard(Configurable):
         with the run."""
 
         @builds(lambda: SpikeGuard)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the guard."""
 
         def validate(self) -> None:

@@ -21,7 +21,7 @@ from torchtitan.components.tokenizer.tokenizer_json import (
 )
 from torchtitan.tools.logging import logger
 
-Array = np.ndarray[Any, np.dtype[Any]]
+Array = np.ndarray
 
 WORTH_OPENING = {HuggingFace: 1 << 19, Tiktoken: 1 << 24}
 """Characters from which gigatoken saves more time than opening it takes: 0.1 to 0.4 s, and 4 s for

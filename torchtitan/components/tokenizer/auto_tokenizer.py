@@ -28,6 +28,7 @@ from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
     import tokenizers
+    from tokenizers import normalizers, pre_tokenizers
     from tokenizers.processors import TemplateProcessing
 
 _VERSION = "5.23.0"
@@ -156,11 +157,13 @@ def _open_like_auto_tokenizer(folder: Path) -> "tuple[str, tokenizers.Tokenizer]
     return name if rebuilt else _GENERIC_CLASS, tokenizer
 
 
-def _class_name(settings: dict[str, Any]) -> str:
+def _class_name(settings: dict[str, object]) -> str:
     return str(settings.get("tokenizer_class") or "").removesuffix("Fast")
 
 
-def _parts_of(name: str, settings: dict[str, Any]) -> tuple[Any, Any] | None:
+def _parts_of(
+    name: str, settings: dict[str, object]
+) -> "tuple[normalizers.Normalizer | None, pre_tokenizers.PreTokenizer] | None":
     """Return the normalizer and pre-tokenizer created by the class `name`; None if it uses the
     file's."""
     from tokenizers import Regex, normalizers, pre_tokenizers

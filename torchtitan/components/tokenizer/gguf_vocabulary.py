@@ -7,9 +7,9 @@ tokenizer whose rules are not in `_NAMES` is refused. It has no normalizer for t
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any
+from typing import NotRequired, Required, TypedDict
 
 from torchtitan.components.tokenizer.pretrained import PretrainedTokenizer
 from torchtitan.tools.errors import UserError, summarize_names
@@ -112,6 +112,49 @@ _KEEP_SPACES = {"<unk>", "<s>", "<|endoftext|>"}
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
+class _Model(TypedDict):
+    type: str
+    vocab: dict[str, int]
+    merges: list[tuple[str, str]]
+    byte_fallback: NotRequired[bool]
+    ignore_merges: NotRequired[bool]
+    unk_token: NotRequired[str | None]
+
+
+class _Added(TypedDict):
+    id: int
+    content: str
+    special: bool
+    lstrip: bool
+    rstrip: bool
+    single_word: bool
+
+
+class _Step(TypedDict, total=False):
+    """A normalizer or pre-tokenizer, with the settings of its type."""
+
+    type: Required[str]
+    add_prefix_space: bool
+    use_regex: bool
+    individual_digits: bool
+    behavior: str
+    invert: bool
+    pattern: dict[str, str]
+    pretokenizers: "list[_Step]"
+    replacement: str
+    split: bool
+    prepend_scheme: str
+
+
+class _Tokenizer(TypedDict):
+    """A tokenizer.json as the library `tokenizers` writes it."""
+
+    model: _Model
+    added_tokens: list[_Added]
+    normalizer: _Step | None
+    pre_tokenizer: _Step | None
+
+
 def gguf_vocabulary(tokenizer: PretrainedTokenizer, n_rows: int) -> dict[str, object]:
     """Return the metadata of a tokenizer.
 
@@ -121,7 +164,7 @@ def gguf_vocabulary(tokenizer: PretrainedTokenizer, n_rows: int) -> dict[str, ob
     Raises:
         UserError: if llama.cpp does not have its rules, or it has more tokens than the model.
     """
-    document = json.loads(tokenizer.as_hugging_face().to_str())
+    document: _Tokenizer = json.loads(tokenizer.as_hugging_face().to_str())
     if tokenizer.vocab_size > n_rows:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the model only {n_rows}"
@@ -153,7 +196,7 @@ def _unknown(reason: str) -> UserError:
     )
 
 
-def _tokens(document: Mapping[str, Any], n_rows: int) -> tuple[list[str], list[int]]:
+def _tokens(document: _Tokenizer, n_rows: int) -> tuple[list[str], list[int]]:
     """Return the text and type of every row."""
     model = document["model"]
     tokens = [f"[PAD{index}]" for index in range(n_rows)]
@@ -178,7 +221,7 @@ def _tokens(document: Mapping[str, Any], n_rows: int) -> tuple[list[str], list[i
     return tokens, types
 
 
-def _stripping(document: Mapping[str, Any]) -> dict[str, str]:
+def _stripping(document: _Tokenizer) -> dict[str, str]:
     """Return the name of the model that makes llama.cpp strip spaces after special tokens, as
     Phi-3's tokenizer does; the format has no other place for it. Warn of tokens that strip spaces
     in other ways. No other file gets a name, since each that contains this one has the effect."""
@@ -204,7 +247,7 @@ def _stripping(document: Mapping[str, Any]) -> dict[str, str]:
     return {}
 
 
-def _byte_level(document: Mapping[str, Any]) -> dict[str, Any]:
+def _byte_level(document: _Tokenizer) -> dict[str, object]:
     """Return the keys of a byte-level BPE."""
     model = document["model"]
     normalizer = document["normalizer"]
@@ -233,11 +276,11 @@ def _byte_level(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _merges(model: _Model) -> list[tuple[str, str]]:
     return [(left, right) for left, right in model["merges"]]
 
 
-def _merges_reach_all(document: Mapping[str, Any]) -> bool:
+def _merges_reach_all(document: _Tokenizer) -> bool:
     """Return whether every token is the result of merging its own text, so that looking up whole
     words changes nothing."""
     from tokenizers import Tokenizer, models
@@ -248,15 +291,15 @@ def _merges_reach_all(document: Mapping[str, Any]) -> bool:
     return all(len(each.ids) == 1 for each in merging.encode_batch(texts))
 
 
-def _rules(pre_tokenizer: Mapping[str, object] | None) -> tuple[str, ...]:
+def _rules(pre_tokenizer: _Step | None) -> tuple[str, ...]:
     """Return the steps of a pre-tokenizer, in the words of `_NAMES`."""
-    parts: Sequence[Mapping[str, Any]] = [pre_tokenizer or {"type": "none"}]
+    parts = [pre_tokenizer or _Step(type="none")]
     if parts[0]["type"] == "Sequence":
         parts = parts[0]["pretokenizers"]
     return tuple(_rule(part) for part in parts)
 
 
-def _rule(part: Mapping[str, Any]) -> str:
+def _rule(part: _Step) -> str:
     kind = part["type"]
     if kind == "ByteLevel" and not part["add_prefix_space"]:
         return "words of GPT-2" if part.get("use_regex", True) else "bytes"
@@ -269,7 +312,7 @@ def _rule(part: Mapping[str, Any]) -> str:
     return json.dumps(part)
 
 
-def _sentencepiece(document: Mapping[str, Any], n_rows: int) -> dict[str, Any]:
+def _sentencepiece(document: _Tokenizer, n_rows: int) -> dict[str, object]:
     """Return the keys of a BPE of SentencePiece: pieces with scores. llama.cpp joins any two
     pieces that are a piece together, the best score first, and reads a score for every row."""
     model = document["model"]
@@ -301,7 +344,7 @@ def _sentencepiece(document: Mapping[str, Any], n_rows: int) -> dict[str, Any]:
     }
 
 
-def _adds_space(document: Mapping[str, Any]) -> bool:
+def _adds_space(document: _Tokenizer) -> bool:
     """Return whether a text gets a space before its first word. Raise `UserError` for a tokenizer
     that changes text in other ways."""
     normalizer, pre_tokenizer = document["normalizer"], document["pre_tokenizer"]

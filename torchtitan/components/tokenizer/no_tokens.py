@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torchtitan.components.tokenizer.interface import Tokenizer
 from torchtitan.config.configurable import builds
@@ -17,7 +17,7 @@ class NoTokens(Tokenizer):
         """No tokenizer: the model reads no text."""
 
         @builds(lambda: NoTokens)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the tokenizer."""
 
     vocab_size = 0

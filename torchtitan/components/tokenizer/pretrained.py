@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchtitan.components.tokenizer.interface import Offsets, Tokenizer
 from torchtitan.components.tokenizer.sentencepiece_model import (
@@ -72,7 +72,7 @@ class PretrainedTokenizer(Tokenizer):
         ranks are Llama 3's."""
 
         @builds(lambda: PretrainedTokenizer)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the tokenizer in the folder `path`; empty: the embedded one."""
 
         def validate(self) -> None:

@@ -4,7 +4,7 @@ if its ids equal the tokenizer's."""
 import itertools
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from torchtitan.components.tokenizer.interface import Offsets, Tokenizer
 from torchtitan.components.tokenizer.pretrained import PretrainedTokenizer
 from torchtitan.components.tokenizer.probes import probe_texts
 
-Array = np.ndarray[Any, np.dtype[Any]]
+Array = np.ndarray
 
 _LONGEST_TOGETHER = 1 << 22
 """Bytes of texts whose tokens are compared together, which needs a few times their memory."""

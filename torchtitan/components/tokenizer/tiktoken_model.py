@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchtitan.components.tokenizer.interface import Offsets
 from torchtitan.components.tokenizer.probes import probe_texts
@@ -277,11 +277,11 @@ def declared_tokens(folder: Path) -> dict[str, int]:
     return tokens
 
 
-def _checked_id(value: Any, path: Path) -> int:
-    is_id = isinstance(value, int | str) and not isinstance(value, bool) and str(value).isdecimal()
-    if not is_id or int(value) >= 2**24:
-        raise UserError(f"'{path}' has an added token with id {value!r}")
-    return int(value)
+def _checked_id(value: object, path: Path) -> int:
+    if isinstance(value, int | str) and not isinstance(value, bool):
+        if str(value).isdecimal() and int(value) < 2**24:
+            return int(value)
+    raise UserError(f"'{path}' has an added token with id {value!r}")
 
 
 def convert_ranks(file: RankFile) -> "tokenizers.Tokenizer":

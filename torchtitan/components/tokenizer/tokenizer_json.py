@@ -191,12 +191,15 @@ class HuggingFace:
             for encoding in self._encode("encode_batch", texts, allow_special)
         ]
 
-    def _encode(self, method: str, texts: Sequence[str], allow_special: bool) -> Any:
+    def _encode(
+        self, method: str, texts: Sequence[str], allow_special: bool
+    ) -> "list[tokenizers.Encoding]":
         tokenizer = self._parsing if allow_special else self._literal
         with wrap_errors(self.path, "cannot encode a text"):
-            return getattr(tokenizer, method)(
+            encodings: list[tokenizers.Encoding] = getattr(tokenizer, method)(
                 [replace_surrogates(text) for text in texts], add_special_tokens=False
             )
+        return encodings
 
     def added_tokens(self) -> dict[str, int]:
         """Return the text and the id of each special or added token."""
