@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan.components.data.base import Batch, to_batch
-from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
+from torchtitan.components.data.finetuning.encoded import EncodedSample
 from torchtitan.components.data.finetuning.samples import pack_samples
 from torchtitan.components.data.plan import Planner, ShuffleSampler
 from torchtitan.components.data.plan.packing import PACKINGS, Packing

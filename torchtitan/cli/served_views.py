@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan.cli.data_samples import token_texts
 from torchtitan.cli.report import is_metrics, points_of, shown_metrics, thinned, unit_of
 from torchtitan.components.chat_template import ChatTemplate
-from torchtitan.components.data.finetuning.chat_encoding import EncodedRow
+from torchtitan.components.data.finetuning.encoded import EncodedRow
 from torchtitan.components.data.finetuning.filters import Dropped
 from torchtitan.components.data.finetuning.row_batches import BatchEncoder
 from torchtitan.components.data.finetuning.sft import SFTDataLoader

@@ -12,8 +12,9 @@ from tests.components.data.finetuning.test_references import answers, tools_of, 
 from tests.components.data.finetuning.test_turns import SHAPES, STOPS
 from tests.models.test_llama3 import small_model
 from torchtitan.components.chat_template.stops import Stops
-from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
 from torchtitan.components.data.finetuning.conversation import normalize
+from torchtitan.components.data.finetuning.encoded import EncodedSample
 from torchtitan.components.generation.engine import generate
 from torchtitan.components.tokenizer import PretrainedTokenizer
 

@@ -8,12 +8,9 @@ import torch
 
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.base import images_in
-from torchtitan.components.data.finetuning.chat_encoding import (
-    ChatEncoder,
-    EncodedRow,
-    EncodedSample,
-)
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Prompt
+from torchtitan.components.data.finetuning.encoded import EncodedRow, EncodedSample
 from torchtitan.components.data.finetuning.row_formats import find_format
 from torchtitan.components.data.sources.source import AUTO
 from torchtitan.components.evaluation.scoring import Score, Scorer

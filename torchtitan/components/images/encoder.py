@@ -7,11 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from torchtitan.components.data.finetuning.chat_encoding import (
-    ChatEncoder,
-    EncodedRow,
-    EncodedSample,
-)
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
 from torchtitan.components.data.finetuning.conversation import (
     IMAGE_PLACE,
     BrokenSample,
@@ -19,6 +15,7 @@ from torchtitan.components.data.finetuning.conversation import (
     Sample,
     Text,
 )
+from torchtitan.components.data.finetuning.encoded import EncodedRow, EncodedSample
 from torchtitan.components.data.finetuning.sft import ConversationEncoder
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.processor import ImageProcessor

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchtitan.components.data.finetuning.chat_encoding import EncodedRow
+from torchtitan.components.data.finetuning.encoded import EncodedRow
 from torchtitan.components.data.finetuning.samples import Windows
 from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.tools.digests import digest_of

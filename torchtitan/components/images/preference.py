@@ -9,8 +9,9 @@ from torch import Tensor
 
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.base import Batch, to_batch
-from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedRow
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Pair, Sample
+from torchtitan.components.data.finetuning.encoded import EncodedRow
 from torchtitan.components.data.finetuning.preference import (
     AnswerDataLoader,
     PairEncoder,

@@ -8,12 +8,9 @@ import numpy as np
 
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.base import Batch
-from torchtitan.components.data.finetuning.chat_encoding import (
-    ChatEncoder,
-    EncodedRow,
-    EncodedSample,
-)
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Prompt, Sample
+from torchtitan.components.data.finetuning.encoded import EncodedRow, EncodedSample
 from torchtitan.components.data.finetuning.prompt_streams import PromptStreamDataLoader
 from torchtitan.components.data.finetuning.prompts import PromptDataLoader, PromptRowEncoder
 from torchtitan.components.data.finetuning.samples import Windows

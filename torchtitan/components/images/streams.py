@@ -11,9 +11,10 @@ import torch
 
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, Layout, TokenizingDataLoader
 from torchtitan.components.data.dataloader import WindowsDataLoader
-from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedRow
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
 from torchtitan.components.data.finetuning.columns import parse_columns
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Sample, Text
+from torchtitan.components.data.finetuning.encoded import EncodedRow
 from torchtitan.components.data.finetuning.row_formats import RowFormat, find_format
 from torchtitan.components.data.plan.mixture import check_weights
 from torchtitan.components.data.prepare.prepared import validation_split

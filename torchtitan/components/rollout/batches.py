@@ -8,7 +8,7 @@ import torch
 
 from torchtitan.components.checkpoint.ranks import Ranks
 from torchtitan.components.data.base import Batch
-from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample
+from torchtitan.components.data.finetuning.encoded import EncodedRow, EncodedSample
 from torchtitan.components.data.finetuning.samples import Windows, pack_windows
 from torchtitan.components.data.plan.packing import first_fit_decreasing, no_packing
 from torchtitan.components.rollout.trajectory import Trajectory

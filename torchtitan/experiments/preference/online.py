@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchtitan.components.data import PromptDataLoader
 from torchtitan.components.data.base import Batch
-from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample
+from torchtitan.components.data.finetuning.encoded import EncodedRow, EncodedSample
 from torchtitan.components.data.finetuning.preference import (
     SEQUENCES_PER_SAMPLE,
     PreferenceDataLoader,

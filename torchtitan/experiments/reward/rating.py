@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from torchtitan.components.chat_template import resolve_chat_template
 from torchtitan.components.data.base import Batch, images_in
-from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample
 from torchtitan.components.data.finetuning.conversation import Conversation, Prompt
+from torchtitan.components.data.finetuning.encoded import EncodedRow, EncodedSample
 from torchtitan.components.data.finetuning.row_formats import find_format
 from torchtitan.components.data.finetuning.samples import Windows
 from torchtitan.components.images.encoder import ImageTokens

@@ -22,7 +22,7 @@ from torchtitan.components.chat_template import (
     resolve_chat_template,
 )
 from torchtitan.components.chat_template.stops import Stops
-from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample, TrainOn
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
 from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     Conversation,
@@ -30,6 +30,8 @@ from torchtitan.components.data.finetuning.conversation import (
     Text,
     normalize,
 )
+from torchtitan.components.data.finetuning.encoded import EncodedSample
+from torchtitan.components.data.finetuning.sample_texts import TrainOn
 from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.tools.errors import UserError
 

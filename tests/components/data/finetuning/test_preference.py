@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from tests.components.data.helpers import write_jsonl
 from torchtitan.components.data.base import NO_DOCUMENT
-from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample
+from torchtitan.components.data.finetuning.encoded import EncodedRow, EncodedSample
 from torchtitan.components.data.finetuning.preference import AnswerDataLoader, PreferenceDataLoader
 from torchtitan.components.data.finetuning.prompts import PromptDataLoader
 from torchtitan.components.data.plan import ShuffleSampler, StepStatistics

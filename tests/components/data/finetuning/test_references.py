@@ -25,8 +25,8 @@ from tests.components.chat_template.generic import published, trl_template, with
 from tests.components.chat_template.helpers import Message
 from tests.components.data.finetuning.test_turns import SHAPES, TOOL, encoded, turns_of
 from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
-from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
 from torchtitan.components.data.finetuning.conversation import BrokenSample
+from torchtitan.components.data.finetuning.encoded import EncodedSample
 from torchtitan.components.tokenizer import PretrainedTokenizer
 
 

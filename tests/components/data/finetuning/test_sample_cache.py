@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from torchtitan import components
-from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample, Facts
 from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     Conversation,
     EmptySample,
     Text,
 )
+from torchtitan.components.data.finetuning.encoded import EncodedRow, EncodedSample, Facts
 from torchtitan.components.data.finetuning.filters import FilterConfig, repetition
 from torchtitan.components.data.finetuning.row_formats import RowFormat, function_format
 from torchtitan.components.data.finetuning.sample_cache import (

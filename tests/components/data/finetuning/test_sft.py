@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from tests.components.data.helpers import replace, take, with_positions, write_jsonl
 from torchtitan.components.data.base import NO_DOCUMENT
-from torchtitan.components.data.finetuning.chat_encoding import EncodedSample
+from torchtitan.components.data.finetuning.encoded import EncodedSample
 from torchtitan.components.data.finetuning.samples import SampleSets, pack_samples
 from torchtitan.components.data.finetuning.sft import SFTDataLoader, parse_schedule
 from torchtitan.components.data.plan import Sampler, ShuffleSampler, StepStatistics

@@ -14,7 +14,8 @@ from torchtitan.components.data.finetuning.conversation import (
     normalize,
 )
 from torchtitan.components.data.finetuning.row_formats import find_format
-from torchtitan.components.data.finetuning.spellings import openai_messages, split_reasoning
+from torchtitan.components.data.finetuning.spellings.reader import openai_messages
+from torchtitan.components.data.finetuning.spellings.reasoning import split_reasoning
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "weather", "description": "Weather of a city", "parameters": SCHEMA}

@@ -15,7 +15,7 @@ from tests.components.chat_template.generic import generic_tokenizer, published
 from tests.components.chat_template.helpers import Message, assistant, user
 from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate
 from torchtitan.components.chat_template.stops import Stops
-from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder, EncodedSample, TrainOn
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
 from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     LossySample,
@@ -25,7 +25,9 @@ from torchtitan.components.data.finetuning.conversation import (
     Text,
     normalize,
 )
+from torchtitan.components.data.finetuning.encoded import EncodedSample
 from torchtitan.components.data.finetuning.filters import Dropped, FilterConfig
+from torchtitan.components.data.finetuning.sample_texts import TrainOn
 from torchtitan.components.data.finetuning.sft import ConversationEncoder, SFTDataLoader
 from torchtitan.components.data.plan import ShuffleSampler
 from torchtitan.components.tokenizer import PretrainedTokenizer

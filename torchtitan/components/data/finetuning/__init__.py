@@ -5,7 +5,11 @@
 | `row_formats`, `columns`, `functions` | the format of a row, by its columns or a user's function |
 | `conversions`, `spellings`, `calls_in_text` | a row to a conversation, from any spelling |
 | `conversation`, `losses` | conversations, checked; parts of messages that a template omits |
-| `chat_encoding`, `turns`, `renderings`, `markers` | a conversation to tokens and a training mask |
+| `turns`, `attempts`, `faults` | a conversation to prompts and turns of the assistant |
+| `renderings`, `completions`, `markers` | the texts that these compare |
+| `chat_encoding`, `sample_texts`, `token_places` | turns to tokens and a training mask |
+| `template_tokens` | special tokens of a template that the vocabulary lacks |
+| `encoded`, `row_encoder` | samples as tokens; the base of the encoders of each kind of rows |
 | `row_batches`, `filters` | many rows: encoded in processes, filtered, counted |
 | `sample_cache` | samples on disk |
 | `samples` | samples that fit into a window, and batches of windows |

@@ -7,19 +7,16 @@ import numpy as np
 
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.base import Batch
-from torchtitan.components.data.finetuning.chat_encoding import (
-    ChatEncoder,
-    EncodedRow,
-    EncodedSample,
-    RowEncoder,
-)
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
 from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     Conversation,
     Sample,
 )
+from torchtitan.components.data.finetuning.encoded import EncodedRow, EncodedSample
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.finetuning.prompts import PromptDataLoader
+from torchtitan.components.data.finetuning.row_encoder import RowEncoder
 from torchtitan.components.data.finetuning.samples import Windows
 from torchtitan.components.tokenizer import Tokenizer
 

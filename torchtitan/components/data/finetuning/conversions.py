@@ -26,15 +26,14 @@ from torchtitan.components.data.finetuning.conversation import (
     normalize,
     shortened,
 )
-from torchtitan.components.data.finetuning.spellings import (
-    OF_COLUMN,
+from torchtitan.components.data.finetuning.spellings.answers import OF_COLUMN
+from torchtitan.components.data.finetuning.spellings.reader import openai_messages
+from torchtitan.components.data.finetuning.spellings.reasoning import (
     REASONING_COLUMNS,
-    SPEAKERS,
     one_reasoning,
-    openai_messages,
-    role_of,
-    with_parameters,
 )
+from torchtitan.components.data.finetuning.spellings.roles import SPEAKERS, role_of
+from torchtitan.components.data.finetuning.spellings.tool_schemas import with_parameters
 from torchtitan.components.data.sources.rows import kind_of
 from torchtitan.tools.errors import UserError
 

@@ -4,12 +4,12 @@ longer than a window."""
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from torchtitan.components.data.finetuning.chat_encoding import EncodedRow
 from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     EmptySample,
     LossySample,
 )
+from torchtitan.components.data.finetuning.encoded import EncodedRow
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.tools.errors import UserError, require
 

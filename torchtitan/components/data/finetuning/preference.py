@@ -9,11 +9,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from torchtitan.components.data.base import Batch, to_batch
-from torchtitan.components.data.finetuning.chat_encoding import (
-    EncodedRow,
-    EncodedSample,
-    RowEncoder,
-)
 from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     EmptySample,
@@ -21,7 +16,9 @@ from torchtitan.components.data.finetuning.conversation import (
     Sample,
     shortened,
 )
+from torchtitan.components.data.finetuning.encoded import EncodedRow, EncodedSample
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
+from torchtitan.components.data.finetuning.row_encoder import RowEncoder
 from torchtitan.components.data.finetuning.row_formats import Kind
 from torchtitan.components.data.finetuning.samples import Windows, pack_samples
 from torchtitan.components.data.plan import Packing

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from torchtitan.components.data.finetuning.chat_encoding import EncodedRow
+from torchtitan.components.data.finetuning.encoded import EncodedRow
 from torchtitan.components.data.finetuning.prompt_position import PromptPosition
 from torchtitan.components.data.finetuning.row_batches import BatchEncoder
 from torchtitan.components.data.finetuning.streams import RowStreamDataLoader

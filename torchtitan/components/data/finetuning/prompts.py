@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from torchtitan.components.data.base import NO_DOCUMENT, Batch
-from torchtitan.components.data.finetuning.chat_encoding import (
-    EncodedRow,
-    EncodedSample,
-    RowEncoder,
-)
 from torchtitan.components.data.finetuning.conversation import BrokenSample, Prompt, Sample
+from torchtitan.components.data.finetuning.encoded import EncodedRow, EncodedSample
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
 from torchtitan.components.data.finetuning.prompt_position import PromptPosition
+from torchtitan.components.data.finetuning.row_encoder import RowEncoder
 from torchtitan.components.data.finetuning.row_formats import Kind, dataset_formats
 from torchtitan.components.data.finetuning.sample_cache import first_columns
 from torchtitan.components.data.finetuning.samples import Windows

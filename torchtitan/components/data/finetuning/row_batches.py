@@ -14,7 +14,6 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import NamedTuple
 
-from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, RowEncoder
 from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     Conversation,
@@ -23,7 +22,9 @@ from torchtitan.components.data.finetuning.conversation import (
     Sample,
     Text,
 )
+from torchtitan.components.data.finetuning.encoded import EncodedRow
 from torchtitan.components.data.finetuning.filters import Dropped, FilterConfig
+from torchtitan.components.data.finetuning.row_encoder import RowEncoder
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.forks import can_fork, forked_calls
 from torchtitan.components.data.report import ExampleCounter, Report

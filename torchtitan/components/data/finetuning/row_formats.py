@@ -44,7 +44,7 @@ from torchtitan.components.data.finetuning.conversions import (
     turns_in,
 )
 from torchtitan.components.data.finetuning.functions import function_fingerprint, load_function
-from torchtitan.components.data.finetuning.spellings import REASONING_COLUMNS
+from torchtitan.components.data.finetuning.spellings.reasoning import REASONING_COLUMNS
 from torchtitan.components.data.sources.rows import kind_of
 from torchtitan.components.data.sources.source import AUTO, CHAT_DATASETS, RowFunction
 from torchtitan.tools.errors import UserError, suggest

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from torchtitan.components.chat_template import ChatTemplate, resolve_chat_template
 from torchtitan.components.data.base import Batch, TokenizingDataLoader
 from torchtitan.components.data.disk_cache import data_digest
-from torchtitan.components.data.finetuning.chat_encoding import (
-    ChatEncoder,
-    EncodedRow,
-    RowEncoder,
-)
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
 from torchtitan.components.data.finetuning.columns import parse_columns
+from torchtitan.components.data.finetuning.encoded import EncodedRow
 from torchtitan.components.data.finetuning.filters import FilterConfig, LossPolicy, Policy
 from torchtitan.components.data.finetuning.losses import Part
 from torchtitan.components.data.finetuning.row_batches import check_processes
+from torchtitan.components.data.finetuning.row_encoder import RowEncoder
 from torchtitan.components.data.finetuning.row_formats import Kind, RowFormat, dataset_formats
 from torchtitan.components.data.finetuning.sample_cache import (
     SampleCache,

@@ -24,11 +24,7 @@ import numpy as np
 
 from torchtitan import components
 from torchtitan.components.data.disk_cache import content_digest, map_array, open_or_build, readable
-from torchtitan.components.data.finetuning.chat_encoding import (
-    EncodedRow,
-    EncodedSample,
-    RowEncoder,
-)
+from torchtitan.components.data.finetuning.encoded import EncodedRow, EncodedSample
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.finetuning.row_batches import (
     BatchEncoder,
@@ -37,6 +33,7 @@ from torchtitan.components.data.finetuning.row_batches import (
     name_of,
     row_of,
 )
+from torchtitan.components.data.finetuning.row_encoder import RowEncoder
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.report import Report, no_rows_left_error
@@ -56,6 +53,7 @@ SOURCES = (
     "data/sources/*.py",
     "data/forks.py",
     "data/finetuning/*.py",
+    "data/finetuning/spellings/*.py",
     "images/*.py",
     "images/forms/*.py",
 )

@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, check_ids, to_batch
-from torchtitan.components.data.finetuning.chat_encoding import EncodedRow, EncodedSample
 from torchtitan.components.data.finetuning.columns import are_images
+from torchtitan.components.data.finetuning.encoded import EncodedRow, EncodedSample
 from torchtitan.components.data.finetuning.filters import Dropped, Policy
 from torchtitan.components.data.finetuning.sample_cache import SampleCache
 from torchtitan.components.data.plan.sampler import Array

@@ -6,20 +6,18 @@ from dataclasses import dataclass, field
 from typing import Unpack
 
 from torchtitan.components.chat_template import ChatTemplate, load_chat_template
-from torchtitan.components.data.finetuning.chat_encoding import (
-    ChatEncoder,
-    EncodedRow,
-    RowEncoder,
-    TrainOn,
-)
+from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
 from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     Conversation,
     Sample,
     Text,
 )
+from torchtitan.components.data.finetuning.encoded import EncodedRow
 from torchtitan.components.data.finetuning.filters import FilterConfig, Policy
 from torchtitan.components.data.finetuning.planned_loader import PlannedDataLoader
+from torchtitan.components.data.finetuning.row_encoder import RowEncoder
+from torchtitan.components.data.finetuning.sample_texts import TrainOn
 from torchtitan.components.data.plan import Packing, Planner, PlanOptions, Sampler
 from torchtitan.components.data.plan.mixture import check_per_dataset, check_weights
 from torchtitan.components.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.base import NO_DOCUMENT, Batch, Layout
 from torchtitan.components.data.dataloader import WindowsDataLoader
 from torchtitan.components.data.disk_cache import data_digest
-from torchtitan.components.data.finetuning.chat_encoding import EncodedRow
+from torchtitan.components.data.finetuning.encoded import EncodedRow
 from torchtitan.components.data.finetuning.filters import Dropped
 from torchtitan.components.data.finetuning.row_batches import (
     BatchEncoder,

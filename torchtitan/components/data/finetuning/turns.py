@@ -8,21 +8,24 @@ from typing import Any, NamedTuple
 from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate
 from torchtitan.components.chat_template.forms import REASONING, Form, Forms
 from torchtitan.components.chat_template.stops import Stops
+from torchtitan.components.data.finetuning.attempts import (
+    Attempt,
+    Turn,
+    attempt_turn,
+    closing_inside,
+    n_missing,
+    rest_after,
+)
 from torchtitan.components.data.finetuning.conversation import (
     BrokenSample,
     Conversation,
     LossySample,
     Message,
 )
+from torchtitan.components.data.finetuning.faults import trial_turn
 from torchtitan.components.data.finetuning.losses import Part, lost_parts
 from torchtitan.components.data.finetuning.markers import MARK
-from torchtitan.components.data.finetuning.renderings import (
-    Attempt,
-    Renderings,
-    TriedTemplate,
-    Turn,
-    has_calls,
-)
+from torchtitan.components.data.finetuning.renderings import Renderings, TriedTemplate
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.logging import logger
 
@@ -98,7 +101,7 @@ class TurnFinder:
             raise unprompted[0]
         if turns:
             turns[-1] = turns[-1]._replace(
-                rest=row.rest(turns[-1]), unprompted=tuple(map(str, unprompted))
+                rest=rest_after(row, turns[-1]), unprompted=tuple(map(str, unprompted))
             )
         return turns
 
@@ -148,7 +151,7 @@ class TurnFinder:
         if best is None:
             raise BrokenSample(problem)
         self.refuse_loss(best.lost, number)
-        if closing := row.closing_inside(number, best.completion):
+        if closing := closing_inside(row, number, best.completion):
             raise LossySample(
                 f"the reasoning of message {number + 1} (assistant) contains {closing!r}, with "
                 f"which {self._template.name} closes it: inference would end it there",
@@ -161,7 +164,7 @@ class TurnFinder:
         """Yield the forms in which the turn with markers has no fault."""
         marked = row.with_markers(number)
         for form in self.forms.candidates(row.traits(number)):
-            if marked.attempt(number, form, is_trial=True).turn:
+            if trial_turn(marked, number, form).turn:
                 yield form
 
     def refuse_loss(self, lost: Sequence[Part], number: int) -> None:
@@ -178,7 +181,7 @@ class TurnFinder:
         the form that gets furthest."""
         best, furthest = None, Attempt(None)
         for form in forms:
-            attempt = row.attempt(number, form)
+            attempt = attempt_turn(row, number, form)
             turn = attempt.turn
             if turn is None:
                 furthest = _further(furthest, attempt)
@@ -196,7 +199,7 @@ class TurnFinder:
             bool(message.get(REASONING)),
             bool(message.get("content")),
             len(message.get("tool_calls") or ()),
-            has_calls(row.messages[:number]),
+            row.has_calls(number),
         )
         key = traits.key, own, before, bool(row.tools), row.has_system
         if key in self._known:
@@ -209,7 +212,7 @@ class TurnFinder:
         furthest = Attempt(None)
         for form in self.forms.candidates(traits):
             kind = kinds.setdefault((form.way, form.options), len(kinds))
-            attempt = marked.attempt(number, form, is_trial=True)
+            attempt = trial_turn(marked, number, form)
             turn = attempt.turn
             if turn is None:
                 furthest = _further(furthest, attempt)
@@ -217,7 +220,7 @@ class TurnFinder:
             if turn.lost:
                 lossy.append((len(turn.lost), form))
             else:
-                rank = _Rank(bool(turn.unseen), kind, marked.n_missing(number, turn.prompt))
+                rank = _Rank(bool(turn.unseen), kind, n_missing(marked, number, turn.prompt))
                 complete.append((rank, form))
                 n_full += not turn.unseen and not rank.n_missing
                 if n_full >= _KEPT_FORMS:
@@ -283,7 +286,7 @@ class WholeConversation:
         if text.startswith(after) and after.startswith(before):
             return len(before), len(after)
         raise BrokenSample(
-            f"{row.template_name} writes the conversation up to message {number + 1} ({role}) "
+            f"{row.template.name} writes the conversation up to message {number + 1} ({role}) "
             "differently if more messages follow, so the message cannot be located in the text; "
             "remove its weight, or set another --dataloader.chat_template "
             f"({', '.join(BUILT_IN_TEMPLATES)})"

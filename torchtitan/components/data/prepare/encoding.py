@@ -14,9 +14,9 @@ import numpy as np
 
 from torchtitan.components.checkpoint.filesystem import Folder, read_document
 from torchtitan.components.data.disk_cache import BLOCKS_FILE, check_content, readable
-from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
 from torchtitan.components.data.finetuning.filters import FilterConfig
 from torchtitan.components.data.finetuning.row_batches import row_of
+from torchtitan.components.data.finetuning.row_encoder import RowEncoder
 from torchtitan.components.data.finetuning.row_formats import RowFormat
 from torchtitan.components.data.finetuning.sample_cache import (
     code_version,

@@ -14,7 +14,7 @@ import numpy as np
 from torchtitan.components.checkpoint.filesystem import Folder, LocalFolder, folder_at
 from torchtitan.components.checkpoint.identity import identify_content
 from torchtitan.components.data import disk_cache
-from torchtitan.components.data.finetuning.chat_encoding import RowEncoder
+from torchtitan.components.data.finetuning.row_encoder import RowEncoder
 from torchtitan.components.data.finetuning.sample_cache import SampleCache
 from torchtitan.components.data.plan.sampler import Array
 from torchtitan.components.data.prepare.encoding import read, read_json
