@@ -180,7 +180,7 @@ def train_divided(folder: Path, module: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("module", "options"),
     [
-        ("llama4", {"checkpoint__enable": True}),
+        pytest.param("llama4", {"checkpoint__enable": True}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", EXPORT, marks=pytest.mark.slow),
         ("deepseek_v3", {**EXPORT, **CONVERSATIONS}),
     ],

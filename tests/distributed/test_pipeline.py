@@ -380,7 +380,7 @@ def assert_scalar_on_last(value: Tensor, expected: Tensor, pipeline: Pipeline) -
 @pytest.mark.parametrize(
     ("numbers", "tied", "runs"),
     [
-        ((4,), False, 7),
+        pytest.param((4,), False, 7, marks=pytest.mark.slow),
         ((4,), True, 7),
         pytest.param((1, 2, 3, 5, 6), False, 29, marks=pytest.mark.slow),
     ],

@@ -40,7 +40,13 @@ def report(name: str, n_ranks: int, **degrees: int) -> RankReport:
     return found
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+QUICK = ("lfm2", "sparse attention", "attention")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS],
+)
 def test_each_rank_has_its_part_of_the_step(name):
     """Of a step of one rank, four ranks do a quarter each. Latent attention expands the latent
     vectors of all tokens on each rank, up to 3 % more operations. What each rank keeps in full, such

@@ -64,12 +64,11 @@ CASES = {
         None,
     ),
 }
-SLOW = ("every second", "two micro-batches", "CP", "TP", "QLoRA", "experts", "shared keys")
 
 
 @pytest.mark.filterwarnings("error:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
+    "case", [pytest.param(name, marks=() if name == "full" else pytest.mark.slow) for name in CASES]
 )
 def test_replayed_layers_change_nothing(made, monkeypatch, case):
     """Compare memory, communication and each kind of kernel exactly."""

@@ -158,7 +158,10 @@ EQUAL = {
 }
 
 
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "cached" else pytest.param(name, marks=pytest.mark.slow) for name in EQUAL],
+)
 def test_the_layout_changes_nothing(name: str, folders: Any, data: Any, tmp_path: Path) -> None:
     """Pairs share a window, have a micro-batch each, or their reference is in a cache."""
     folder, other = folders("smolvlm")

@@ -192,7 +192,7 @@ def lines_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_the_sampler_and_the_trainer_agree(folders, tmp_path, family):
     """In bfloat16, rounding lets the trainer choose other experts than the sampler, and so other
     probabilities."""

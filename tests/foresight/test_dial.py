@@ -80,7 +80,11 @@ def changes_of_logits(
     return float(before.square().mean().sqrt()), float(change.square().mean().sqrt())
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__.split(".")[-1])
+@pytest.mark.parametrize(
+    "family",
+    [FAMILIES[0], *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:])],
+    ids=lambda family: family.__name__.split(".")[-1],
+)
 def test_updates_have_the_same_effect_at_every_width(family):
     """The coordinate check of muP (arXiv:2203.03466, appendix D.1): over a factor of 8 in width,
     the change of the logits keeps its size up to noise, and initial logits do not grow. Without

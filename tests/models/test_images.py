@@ -207,7 +207,9 @@ PACKED = {
 """Options for all rows in one window."""
 
 
-@pytest.mark.parametrize("model_type", [*FAST, *SLOW])
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.slow), *SLOW]
+)
 def test_loss_and_gradients_equal_those_of_the_class(
     model_type: str, folders: Any, data: Any, tmp_path: Path
 ) -> None:
