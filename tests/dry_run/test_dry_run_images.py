@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.models.test_caption_images import write_model
 from tests.tiny_vision import vision_folder
 from torchtitan.components.images.loader import ImageDataLoader
 from torchtitan.components.images.processor import ImageProcessor
@@ -48,7 +49,7 @@ def kept_bytes(model: Any, images: ImageInputs) -> int:
     return sum(n for key, n in kept.items() if key not in parameters)
 
 
-def report(folder: Path, dump: Path, tensor_parallel: int = 1) -> RankReport:
+def report(folder: Path, dump: Path, tensor_parallel: int = 1, **more: str) -> RankReport:
     options = {
         "module": "auto",
         "config": "sft_images",
@@ -62,6 +63,7 @@ def report(folder: Path, dump: Path, tensor_parallel: int = 1) -> RankReport:
         "parallelism.tensor_parallel_degree": tensor_parallel,
         "dump_folder": dump,
     }
+    options |= {name.replace("__", "."): value for name, value in more.items()}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     words += ["--model.train", "language", "projector", "vision"]
     found, *_ = reports_of(ConfigManager().parse_args(words).config, tensor_parallel)
@@ -99,6 +101,31 @@ def test_images_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert whole.gradient_bytes - text.gradient_bytes == of_readers
     kept = kept_bytes(classes["sdpa"], images)
     assert whole.saved_bytes - text.saved_bytes == pytest.approx(kept, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["blip-2", "instructblip"])
+def test_classes_that_need_an_image_are_counted(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their language model computes a step by itself, and layers with masks are recomputed."""
+    from transformers import AutoModelForImageTextToText
+
+    folder = write_model(model_type, tmp_path / model_type)
+    recomputed = report(folder, tmp_path, activation_checkpoint__mode="full")
+    whole = report(folder, tmp_path)
+    monkeypatch.setattr(ImageDataLoader.Config, "blank_images", lambda *_: None)
+    text = report(folder, tmp_path)
+    tokenizer = PretrainedTokenizer.Config().build(path=str(folder))
+    images = white_images(ImageProcessor.from_folder(folder, tokenizer), 2 * SEQ_LEN)
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter:
+        read(model.train(), images).sum().backward()
+    n_batches = 2
+    expected = n_batches * counter.get_total_flops()
+    assert whole.executed_flops - text.executed_flops == expected
+    assert recomputed.executed_flops > whole.executed_flops
+    assert recomputed.saved_bytes < whole.saved_bytes
 
 
 @pytest.mark.slow

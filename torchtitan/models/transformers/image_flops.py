@@ -1,12 +1,12 @@
 """Counts the operations of a class's vision tower and projector for the images of a batch, and runs
 both without memory."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.models.transformers.captions import tower_of
@@ -71,17 +71,22 @@ def _on_meta(value: object) -> object:
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Computes attention by one operation, which keeps no weights, as on a GPU, unless its mask is
-    trained."""
+@contextlib.contextmanager
+def _fusing_attention() -> Iterator[None]:
+    """Compute attention by one operation, which keeps no weights, as on a GPU, unless its mask is
+    trained. A `TorchFunctionMode` would not reach layers that a backward pass recomputes."""
+    plain: Callable[..., Tensor] = nn.functional.scaled_dot_product_attention
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
         mask = kwargs.get("attn_mask")
         is_trained = mask is not None and mask.requires_grad
-        if func is not nn.functional.scaled_dot_product_attention or is_trained:
-            return func(*args, **kwargs)
-        return _fused_attention(*args, **kwargs)
+        return (plain if is_trained else _fused_attention)(*args, **kwargs)
+
+    nn.functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = plain
 
 
 def _fused_attention(
@@ -118,7 +123,7 @@ def trace_images(model: "PreTrainedModel", images: ImageInputs, dtype: torch.dty
     """
     method = _features(model)
     arguments = feature_arguments(method, images.tensors, dtype)
-    with _FusedAttention(), _MetaIfMixed():
+    with _fusing_attention(), _MetaIfMixed():
         output = method(**arguments, return_dict=True)
         trained = [one for one in features_in(output) if one.requires_grad]
         if trained:

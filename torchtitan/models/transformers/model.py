@@ -508,13 +508,18 @@ class TransformersModel(BaseModel):
     ) -> tuple[Any, Tensor]:
         """Return the class's outputs and the hidden states of documents. A pipeline stage after the
         first gets hidden states instead of tokens."""
-        if needs_images(self.model.config):
+        if needs_images(self.model.config) and not self.config.reads_images:
             raise UserError(text_alone_refusal(self.model.config))
         if self.stage is not None and tokens_BL.is_floating_point():
             self.stage.received = self.packing.scatter(tokens_BL, attention)
             tokens_BL = torch.zeros_like(tokens_BL[..., 0], dtype=torch.long)
+        # A dry run of a class that needs images traces their parts apart, see `trace_images`.
         outputs = self.packing.run(
-            self.model, tokens_BL, attention, attend=self.attend, **self._packing_options()
+            language_side(self.model),
+            tokens_BL,
+            attention,
+            attend=self.attend,
+            **self._packing_options(),
         )
         if self.head is None:
             assert self.stage is not None
