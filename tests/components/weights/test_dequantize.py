@@ -404,6 +404,14 @@ def test_other_methods_are_refused_by_name(folder, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_refusal_names_the_file_that_describes_the_weights(tmp_path):
+    save(tmp_path, {"a": torch.zeros(2)}, None)
+    described = {"quantization": {"quant_algo": "INT4_AWQ", "group_size": 128}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(described))
+    with pytest.raises(UserError, match=r"^/.*/hf_quant_config\.json has 'modelopt \(INT4_AWQ\)'"):
+        check_quantization(tmp_path)
+
+
 @pytest.mark.parametrize("keys", [("quantization",), ("quantization", "quantization_config")])
 def test_weights_of_mlx_are_refused_by_name(tmp_path, keys):
     document = dict.fromkeys(keys, {"group_size": 64, "bits": 4})

@@ -89,8 +89,8 @@ def forward_flops(plain: nn.Module, seq_len: int, *, is_recurrent: bool) -> floa
     products and convolutions, in attention over the whole square. A recurrent class may loop over
     tokens, so that longer passes are extrapolated: operations are a polynomial of the length, of
     degree 2. A class that reads values, as to group tokens by expert, is taken to use every matrix
-    once, with a warning. `plain` is the class on the meta device with attention "eager"; it stays
-    changed."""
+    once, and of stacked experts as many as a token chooses, with a warning. `plain` is the class on
+    the meta device with attention "eager"; it stays changed."""
     plain.bfloat16()  # grouped products know no other type
     flop_formulas()
 
@@ -114,12 +114,22 @@ def forward_flops(plain: nn.Module, seq_len: int, *, is_recurrent: bool) -> floa
             ) / seq_len
     except RuntimeError as error:
         logger.warning(
-            "operations are estimated as 6 per parameter, used or not: %s",
+            "operations are estimated as 6 per parameter that a token uses: %s",
             str(error).split("\n")[0],
         )
-        return 2.0 * sum(
-            parameter.numel() for parameter in plain.parameters() if parameter.ndim > 1
-        )
+        return 2.0 * _n_used(plain)
+
+
+def _n_used(plain: nn.Module) -> float:
+    """Return the values of matrices that multiply a token, on average."""
+    text: Any = plain.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+    n_experts = getattr(text, "num_local_experts", 0) + (getattr(text, "zero_expert_num", 0) or 0)
+    part = getattr(text, "num_experts_per_tok", 0) / n_experts if n_experts else 1.0
+    matrices = {name: value for name, value in plain.named_parameters() if value.ndim > 1}
+    return sum(
+        value.numel() * (part if value.ndim == 3 and ".experts." in name else 1.0)
+        for name, value in matrices.items()
+    )
 
 
 def with_backward(forward: float, model: BaseModel, used: Iterable[nn.Module]) -> float:

@@ -110,8 +110,8 @@ def check_quantization(folder: Path) -> None:
     variants = [each for each in _METHODS if each.startswith(f"{name} (")]
     known = variants or list(dict.fromkeys(each.partition(" (")[0] for each in _METHODS))
     raise UserError(
-        f"config.json: quantization_config has '{method}', and only weights of "
-        f"{', '.join(known)} can be loaded; use the model before quantization"
+        f"{_place_of_section(folder)} has '{method}', and only weights of {', '.join(known)} can "
+        "be loaded; use the model before quantization"
     )
 
 
@@ -169,6 +169,15 @@ def _section(folder: Path) -> object:
         or _described_beside(folder)
         or nested.get("quantization_config")
     )
+
+
+def _place_of_section(folder: Path) -> str:
+    """Return where the quantization is described, for a message."""
+    document = read_object(folder / "config.json")
+    beside = [name for name in DESCRIPTIONS if (folder / name).is_file()]
+    if beside and not document.get("quantization_config"):
+        return str(folder / beside[0])
+    return "config.json: quantization_config"
 
 
 def _dtype(folder: Path) -> object:
