@@ -390,6 +390,12 @@ def test_the_entry_point_of_one_process(
             ["unknown command 'trian'", "did you mean 'train'", "ls", "new"],  # codespell:ignore
         ),
         (["finetune", "lora"], ["unknown command 'finetune'; use torchtitan train --module M"]),
+        (["lm-eval", "x"], ["unknown command 'lm-eval'; use torchtitan eval --tasks"]),
+        (["axo.yml"], ["use torchtitan train --config_file axo.yml, or", "migrate axo.yml"]),
+        (["migrate", "a.yml", "--output=b.yml"], ["unrecognized argument --output; use --out"]),
+        (["migrate", "--config_file", "a.yml"], ["--config_file; the file needs no option"]),
+        (["migrate", "a.yml", "b.yml"], ["b.yml; one FILE is read, and written to --out"]),
+        (["migrate", "a.yml", "--lr", "1"], ["--lr; set values of the file in it"]),
         (["merge-lora"], ["use torchtitan convert, which merges an adapter"]),
         (["ls", "everything"], ["everything"]),
         (["new"], ["required: path", "torchtitan new --help"]),

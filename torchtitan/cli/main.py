@@ -84,7 +84,11 @@ _COMMANDS_ELSEWHERE = {
     "export": "convert --to",
     "infer": "generate",
     "inference": "generate",
+    **dict.fromkeys(("axolotl", "llamafactory_cli", "litgpt"), "migrate FILE, for its file"),
+    "fetch": "new --recipes, which lists ready files",
+    "lm_eval": "eval --tasks",
     "merge": "convert --merge",
+    "merge_sharded_fsdp_weights": "convert --to hf",
     "merge_lora": "convert, which merges an adapter into its --base",
     "preprocess": "data",
     "quantize": "convert --to",
@@ -116,6 +120,8 @@ def main(args: Sequence[str] | None = None) -> int:
     from torchtitan.tools.errors import suggest
 
     known = _COMMANDS_ELSEWHERE.get(name.replace("-", "_"))
+    if name.endswith((".yml", ".yaml", ".toml")):
+        known = f"train --config_file {name}, or for a file of another library migrate {name}"
     meant = f"; use torchtitan {known}" if known else suggest(name, COMMANDS)
     message = f"unknown command '{name}'{meant} (there are: {', '.join(COMMANDS)})"
     print(presentable(f"torchtitan: {message}"), file=sys.stderr)

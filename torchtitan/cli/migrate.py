@@ -4,6 +4,7 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import yaml
 
@@ -47,8 +48,22 @@ def migrate(args: Sequence[str]) -> int:
     parser.add_argument(
         "--config", default="", metavar="NAME", help="function of a config_registry.py"
     )
-    options = parser.parse_args(words[:place])
+    options, others = parser.parse_known_args(words[:place])
+    if others:
+        _answer(parser, others)
     return run_command("migrate", lambda: _migrate(options, command))
+
+
+def _answer(parser: Parser, others: Sequence[str]) -> NoReturn:
+    """Report words that are no argument."""
+    name = others[0].partition("=")[0]
+    if name in ("--config_file", "--file", "--recipe"):
+        parser.error(f"unrecognized argument {name}; the file needs no option before it")
+    if name in ("--output", "--output_dir", "-o"):
+        parser.error(f"unrecognized argument {name}; use --out")
+    if name.startswith("--"):
+        parser.error(f"unrecognized argument {name}; set values of the file in it")
+    parser.error(f"unrecognized argument {name}; one FILE is read, and written to --out")
 
 
 def _migrate(options: argparse.Namespace, command: Sequence[str]) -> None:

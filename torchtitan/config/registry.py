@@ -220,6 +220,11 @@ def _unknown(
             f"unknown configuration '{config}' in module '{module}'; use --module {meant[0]} "
             f"--config {meant[1]}"
         )
+    if config.endswith((".yml", ".yaml", ".toml")):
+        return UserError(
+            f"--config {config} is a file; use --config_file {config}, or for a file of another "
+            f"library torchtitan migrate {config}"
+        )
     known = [*functions, *for_folders, *(name.removeprefix(f"{short}_") for name in functions)]
     there_are = ", ".join(sorted(functions)) or "none"
     if for_folders:
