@@ -3,9 +3,9 @@
     python docs/figures/rates.py train FOLDER TRAIN_TEXT HELD_OUT_TEXT TOKENIZER
     python docs/figures/rates.py draw FOLDER
 
-`train` trains models of `--config dial` of two sizes on the same batches at several rates, with
-the transfer rules and without; finished runs are not repeated. `draw` prints the table and writes
-the figure.
+`train` trains models of `--config dial` of several sizes on the same batches at several rates, with
+the transfer rules, without them, and with them and Muon; finished runs are not repeated. `draw`
+prints the table and writes the figure.
 """
 
 import json
@@ -19,13 +19,19 @@ from run_curves import HERE, Axis, draw
 from torchtitan.config.manager import ConfigManager
 from torchtitan.trainer import Trainer
 
-DIALS = {1: "86,208", 2: "492,160"}
+PARAMETERS = {1: "86,208", 2: "492,160", 4: "3,541,248"}
 """Layers → parameters that multiply every token, with a vocabulary of 512 tokens."""
 
-RATES = [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]
+RATES = [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2]
 STEPS, WINDOWS, WINDOW = 300, 16, 64
 KEY = "validation_loss"
-RULES = ("with transfer rules", "without")
+WITH, WITHOUT, MUON = "with transfer rules", "without", "with Muon"
+RUNS = {
+    WITH: {1: RATES[:5], 2: RATES[:5], 4: RATES[:4]},
+    WITHOUT: {1: RATES[:5], 2: RATES[:5]},
+    MUON: {1: RATES, 2: RATES, 4: RATES[2:5]},
+}
+"""Rules → layers → rates. A run of 4 layers costs seven times as much as one of 2."""
 
 
 def folder_of(folder: Path, rules: str, dial: int, rate: float) -> Path:
@@ -48,6 +54,7 @@ def configuration(run: Path, rules: str, dial: int, rate: float, data: list[str]
         "lr_scheduler.warmup_steps": STEPS // 10,
         "optimizer.lr": rate,
         "optimizer.weight_decay": 1 / (rate * STEPS),
+        "muon": rules == MUON,
         "checkpoint.enable": False,
         "predict": False,
         "dump_folder": run,
@@ -56,7 +63,7 @@ def configuration(run: Path, rules: str, dial: int, rate: float, data: list[str]
     config: Trainer.Config = (
         ConfigManager().parse_args(["--module", "llama3", "--config", "dial", *words]).config
     )
-    if rules == "without":  # the family's initial values, and one rate for all parameters
+    if rules == WITHOUT:  # the family's initial values, and one rate for all parameters
         config.model_converters = []
         for group in config.optimizer.param_groups.values():
             group.lr_factor = 1.0
@@ -73,9 +80,9 @@ def last_loss(run: Path) -> float | None:
 
 def train(folder: Path, data: list[str]) -> None:
     """Train the runs that have not finished."""
-    for dial in DIALS:
-        for rules in RULES:
-            for rate in RATES:
+    for rules, dials in RUNS.items():
+        for dial, rates in dials.items():
+            for rate in rates:
                 run = folder_of(folder, rules, dial, rate)
                 if last_loss(run) is not None:
                     continue
@@ -86,32 +93,34 @@ def train(folder: Path, data: list[str]) -> None:
                 trainer.close()
 
 
-def best_rate(losses: list[float]) -> str:
+def best_rate(rates: list[float], losses: list[float]) -> str:
     """Return the minimum of the parabola through the lowest loss and its neighbors, over the
     logarithm of the rate, or that the first or last rate has the lowest loss."""
     at = losses.index(min(losses))
     if at == 0:
-        return f"at most {RATES[0]:g}"
+        return f"at most {rates[0]:g}"
     if at == len(losses) - 1:
-        return f"at least {RATES[-1]:g}"
+        return f"at least {rates[-1]:g}"
     around = slice(at - 1, at + 2)
-    a, b, _ = numpy.polyfit(numpy.log2(RATES[around]), losses[around], 2)
+    a, b, _ = numpy.polyfit(numpy.log2(rates[around]), losses[around], 2)
     return f"{2 ** (-b / (2 * a)):.2g}"
 
 
 def show(folder: Path) -> None:
     """Print the table, and draw loss over rate."""
     panels = []
-    for rules in RULES:
+    for rules, dials in RUNS.items():
         lines = []
-        for dial, size in DIALS.items():
-            runs = [folder_of(folder, rules, dial, rate) for rate in RATES]
+        for dial, rates in dials.items():
+            runs = [folder_of(folder, rules, dial, rate) for rate in rates]
             losses = [loss for run in runs if (loss := last_loss(run)) is not None]
             if len(losses) < len(runs):
                 raise SystemExit(f"{len(runs) - len(losses)} runs of dial {dial} have not finished")
-            cells = " | ".join(f"{loss:.4f}" for loss in losses)
-            print(f"| {rules} | {dial} | {cells} | {best_rate(losses)} |")
-            lines.append((f"{size} parameters", list(zip(RATES, losses, strict=True))))
+            points = dict(zip(rates, losses, strict=True))
+            cells = [f"{points[rate]:.4f}" if rate in points else "" for rate in RATES]
+            best = best_rate(rates, losses)
+            print(f"| {rules} | {dial}, width {64 * dial} | {' | '.join(cells)} | {best} |")
+            lines.append((f"{PARAMETERS[dial]} parameters", list(points.items())))
         panels.append((f"held-out loss, {rules}", lines))
     axis = Axis("learning rate", math.log, RATES)
     (HERE / "rates.svg").write_text(draw(panels, axis))

@@ -116,6 +116,8 @@ def panel(title: str, lines: list[Line], left: int, axis: Axis) -> list[str]:
         parts.append(f'<path d="M{x0:.1f} {height:.1f}H{x1:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{x0 - 5:.1f}" y="{height + 4:.1f}" text-anchor="end">{y:g}</text>')
     for x in axis.ticks or ticks(min(xs), max(xs)):
+        if not min(xs) <= x <= max(xs):
+            continue
         parts.append(
             f'<text x="{place(x, low)[0]:.1f}" y="{HEIGHT - MARGIN + 16}" '
             f'text-anchor="middle">{x:g}</text>'

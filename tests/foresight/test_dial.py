@@ -211,9 +211,11 @@ def test_muon_is_chosen_on_the_command_line_or_in_a_file(words, tmp_path):
     words = [*words, *([str(tmp_path / "run.yaml")] if words == ["--config_file"] else [])]
     config = parse("--dial=4", "--width_per_layer=128", *words)
     assert config.muon and config.optimizer.name == "Muon"
+    assert config.optimizer.lr == scaling.MUON_BASE_RATE
     assert rates_of(config)("layers.0.attention.wq.weight") == 1 / 2
     config = parse("--dial=4", "--width_per_layer=128", *words, "--no-muon")
     assert not config.muon and config.optimizer.name == "AdamW"
+    assert config.optimizer.lr == scaling.BASE_RATE
     assert rates_of(config)("layers.0.attention.wq.weight") == 1 / 4
 
 
@@ -332,6 +334,9 @@ def test_the_schedule_of_the_sources():
     assert plan.windows % plan.local_windows == 0
     short = scaling.schedule(1e9, 1e9, seq_len=2048)  # T is 1.084, and a run is no longer than 1
     assert short.rate * short.weight_decay * short.steps == pytest.approx(1.0)
+    muon = scaling.schedule(1e9, 2e10, seq_len=2048, muon=True)
+    assert muon.rate > plan.rate
+    assert muon.rate * muon.weight_decay == pytest.approx(plan.rate * plan.weight_decay)
     shared = scaling.schedule(1e9, 2e10, seq_len=2048, devices=8)
     assert shared.windows % (8 * shared.local_windows) == 0
 

@@ -69,7 +69,7 @@ def dial(
     found = _transfers(model, dataclasses.replace(base, vocab_size=vocabulary), muon=muon)
     seq_len = scaling.window(model.dim) if window is None else window
     on_gpu = device != "cpu" if device else torch.cuda.is_available()
-    plan = scaling.schedule(parameters_per_token(model), tokens, seq_len, devices)
+    plan = scaling.schedule(parameters_per_token(model), tokens, seq_len, devices, muon=muon)
     config = DialTrainer.Config(
         hf_assets_path=hf_assets_path,
         dial=layers if budget is None else None,

@@ -46,9 +46,9 @@ RULES = (
     Rule(
         "learning rate",
         "--optimizer.lr",
-        "8e-3 at width 128 and 2 layers, transferred to every size",
+        "8e-3 at width 128 and 2 layers, 1.6e-2 with --muon, transferred to every size",
         "transfer: muP, arXiv:2203.03466, CompleteP, arXiv:2505.01618, and for --muon the spectral "
-        "condition, arXiv:2310.17813; 8e-3: measured, docs/scaling.md",
+        "condition, arXiv:2310.17813; both rates: measured, docs/scaling.md",
     ),
     Rule(
         "weight decay",
@@ -70,8 +70,10 @@ BASE_LAYERS, BASE_WIDTH = 2, 128
 """Size with the rate of the configuration and the initial values of the family."""
 
 BASE_RATE = 8e-3
-"""Peak learning rate of AdamW at the base size (measured, docs/scaling.md); Muon's updates are
-scaled to AdamW's."""
+"""Peak learning rate of AdamW at the base size (measured, docs/scaling.md)."""
+
+MUON_BASE_RATE = 1.6e-2
+"""The same of Muon, whose updates are scaled to AdamW's, and of AdamW for the rest beside it."""
 
 TOKENS_PER_PARAMETER = 20.0
 WIDTH_PER_LAYER = 64
@@ -136,7 +138,9 @@ class Schedule:
     warmup_steps: int
 
 
-def schedule(parameters: float, tokens: float, seq_len: int, devices: int = 1) -> Schedule:
+def schedule(
+    parameters: float, tokens: float, seq_len: int, devices: int = 1, *, muon: bool = False
+) -> Schedule:
     """Return the schedule of a run.
 
     Args:
@@ -146,6 +150,7 @@ def schedule(parameters: float, tokens: float, seq_len: int, devices: int = 1) -
         devices: data-parallel ranks, which share the windows of a step equally. Each has at least
             one window, and whole local batches if it has several: on many devices, a step may have
             several times the tokens of `batch_tokens`.
+        muon: Muon updates the matrices inside layers.
     """
     local, most = batch_tokens(tokens) / seq_len / devices, max(1, _LOCAL_TOKENS // seq_len)
     per_device = max(1, round(local) if local <= most else most * round(local / most))
@@ -153,11 +158,12 @@ def schedule(parameters: float, tokens: float, seq_len: int, devices: int = 1) -
     steps = max(1, math.ceil(tokens / (windows * seq_len)))
     horizon = min(1.0, 1.084 * (tokens / parameters) ** -0.527)
     warmup = min(parameters / (windows * seq_len), 0.1 * steps)
+    rate = MUON_BASE_RATE if muon else BASE_RATE
     return Schedule(
         windows=windows,
         local_windows=min(per_device, most),
         steps=steps,
-        rate=BASE_RATE,
-        weight_decay=1 / (BASE_RATE * steps * horizon),
+        rate=rate,
+        weight_decay=1 / (rate * steps * horizon),
         warmup_steps=max(1, round(warmup)),
     )
