@@ -105,7 +105,9 @@ COMPONENTS = ("dataloader", "tokenizer", "hf_assets_path")
 """Parts of a configuration that describe its data."""
 
 
-def prepare(sources: Sequence[str], options: argparse.Namespace, config: Mapping[str, Any]) -> None:
+def prepare(
+    sources: Sequence[str], options: argparse.Namespace, config: Mapping[str, object]
+) -> None:
     """Prepare `sources` as the data of a configuration, whose `COMPONENTS` are given. torch is not
     imported, since its import can take longer than the preparation."""
     from torchtitan.components.checkpoint.filesystem import folder_at

@@ -274,7 +274,7 @@ class ConfigManager:
             arguments[name] = whole_number(str(value)) if kind is int else kind(value)
         return arguments
 
-    def _parse(self, default: Any, args: Sequence[str], known: Collection[str]) -> Any:
+    def _parse(self, default: object, args: Sequence[str], known: Collection[str]) -> Any:
         """Return a configuration with the values on the command line, or print the help."""
         types = types_by_key(default, type(default))
         keys = {_spelled(key): key for key in known if key in types}
@@ -290,7 +290,7 @@ class ConfigManager:
         with _refusals_named():
             return with_values(default, type(default), values)
 
-    def _parse_by_tyro(self, default: Any, args: Sequence[str], known: Collection[str]) -> Any:
+    def _parse_by_tyro(self, default: object, args: Sequence[str], known: Collection[str]) -> Any:
         """As `_parse`, slower, also for values that files cannot express."""
         registry, printed = ConstructorRegistry(), io.StringIO()
         registry.struct_rule(_named_configs_rule)

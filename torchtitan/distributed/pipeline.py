@@ -285,7 +285,7 @@ class Pipeline:
         return received
 
     @torch.no_grad()
-    def forward(self, batch: dict[str, Any]) -> Tensor:
+    def forward(self, batch: dict[str, object]) -> Tensor:
         """Return the summed loss of a batch on the rank with the last stage, 0 on the others."""
         self._scaled = _unscaled
         with _forward_only(self.schedule):

@@ -144,7 +144,7 @@ def _check(
 
 
 def _size_and_length(
-    model_of: Callable[[int], Any],
+    model_of: Callable[[int], object],
     dial: int | None,
     budget: float | None,
     tokens_per_parameter: float,
@@ -157,7 +157,7 @@ def _size_and_length(
     return layers, budget / (6 * parameters_per_token(model_of(layers)))
 
 
-def _largest(model_of: Callable[[int], Any], budget: float, tokens_per_parameter: float) -> int:
+def _largest(model_of: Callable[[int], object], budget: float, tokens_per_parameter: float) -> int:
     """Return the most layers whose run, 6 FLOPs per parameter and token, fits the budget."""
 
     def cost(layers: int) -> float:

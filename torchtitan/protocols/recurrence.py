@@ -57,7 +57,7 @@ class Recurrence(OwnHeads):
     shared_inputs: Collection[int] = ()
     """Numbers of the inputs of `recur` that all heads use."""
 
-    def forward(self, x_BLD: Tensor, rope: Any, attention: AttentionMetadata) -> Tensor:
+    def forward(self, x_BLD: Tensor, rope: object, attention: AttentionMetadata) -> Tensor:
         """(B, L, dim) → (B, L, dim). Positions matter only as the starts of documents, so `rope` is
         not used."""
         inputs = self.project(x_BLD)
@@ -81,7 +81,7 @@ class Recurrence(OwnHeads):
 
     @abstractmethod
     def recur(
-        self, *inputs: Tensor, documents_BL: Tensor, state: Any, attention: AttentionMetadata
+        self, *inputs: Tensor, documents_BL: Tensor, state: object, attention: AttentionMetadata
     ) -> tuple[Tensor, Any]:
         """Return the result, (B, L, heads or channels, …), and the state after the last token: a
         tensor or nested tuples of tensors, each with B rows. Without `attention.states`, the state

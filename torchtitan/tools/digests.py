@@ -157,7 +157,7 @@ def remembered(root: Path, what: str, files: Sequence[Path], compute: Callable[[
     return result
 
 
-def _entry(root: Path, what: str, statuses: Sequence[dict[str, Any]]) -> Path:
+def _entry(root: Path, what: str, statuses: Sequence[dict[str, object]]) -> Path:
     return root / "digests" / digest_of([what, statuses])
 
 
@@ -226,7 +226,7 @@ def _newest_time(status: dict[str, Any]) -> int:
     return max(status["mtime_ns"], status["ctime_ns"])
 
 
-def _shows_every_write(status: dict[str, Any]) -> bool:
+def _shows_every_write(status: dict[str, object]) -> bool:
     return _kind_of_device(status["device"]) not in _WITHOUT_TIMES_OF_MAPS
 
 

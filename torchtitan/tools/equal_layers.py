@@ -87,7 +87,7 @@ def facts_of(value: object) -> object:
     raise TypeError(f"{type(value)} may hold anything")
 
 
-def _is_value(value: Any) -> "TypeIs[DataclassInstance]":
+def _is_value(value: object) -> "TypeIs[DataclassInstance]":
     """Return whether a dataclass has no attributes besides its fields."""
     if not is_dataclass(value) or isinstance(value, type):
         return False

@@ -177,7 +177,7 @@ def parse_json(text: str | bytes, name: str) -> Any:
 
 
 def json_lines(
-    path: Path, usable: Callable[[dict[str, Any]], bool], broken: list[int]
+    path: Path, usable: Callable[[dict[str, object]], bool], broken: list[int]
 ) -> Iterator[dict[str, Any]]:
     """Yield the usable objects of a file of JSON lines, and append the numbers of its other lines
     to `broken`; nothing if the file is absent. End after `MOST_BROKEN_LINES` of these, since each

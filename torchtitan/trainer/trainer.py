@@ -164,7 +164,7 @@ class Trainer(Configurable):
     agreement: Agreement
     """Decides whether ranks that have all failed save together."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         declare_own_methods(cls, Trainer)
 
@@ -1048,7 +1048,7 @@ class Trainer(Configurable):
         last = not self.should_continue_training()  # the validation may have ended the run
         self.save(last=last, validation_loss=validation_loss)
 
-    def use_result(self, outcome: StepResult, step: int, **progress: Any) -> None:
+    def use_result(self, outcome: StepResult, step: int, **progress: object) -> None:
         """Log a step's numbers if due, and tell them to spike guard, averages and loader if it was
         taken."""
         numbers: dict[str, Any] = {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
@@ -1067,7 +1067,7 @@ class Trainer(Configurable):
         """Return what the loader's samplers observe of a step, equal on all ranks."""
         return self.sample_losses.statistics(step, **numbers)
 
-    def notify(self, method: str, *args: Any) -> None:
+    def notify(self, method: str, *args: object) -> None:
         """Call a method of all callbacks. A failure of a user's callback ends the run once the step
         is complete."""
         for callback in self.callbacks:

@@ -429,7 +429,7 @@ def _charge_value(context: jinja2.runtime.Context, value: object) -> Any:
 
 
 @jinja2.pass_context
-def _charge_concat(context: jinja2.runtime.Context, parts: list[Any]) -> str:
+def _charge_concat(context: jinja2.runtime.Context, parts: list[object]) -> str:
     return jinja2.runtime.str_join(_charge_value(context, parts))
 
 

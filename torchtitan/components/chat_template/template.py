@@ -5,7 +5,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchtitan.components.chat_template.built_in import BUILT_IN_TEMPLATES, REQUIRED_TOKENS
 from torchtitan.components.tokenizer import Tokenizer
@@ -148,7 +148,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         null_content: bool = False,
         **variables: object,
     ) -> str:
@@ -184,7 +184,7 @@ class ChatTemplate:
         inputs: "Sequence[replay.Input]",
         *,
         add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         **variables: object,
     ) -> str:
         """Return `render` of the messages of `inputs`."""

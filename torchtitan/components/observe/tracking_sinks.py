@@ -9,7 +9,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torchtitan.components.observe.metric_sinks import Sink
 from torchtitan.config.configurable import leaves
@@ -41,7 +41,7 @@ class Tracker(Sink):
         id_file.write_text(self.open(dump_folder, known, redacted(run_config)))
 
     @abstractmethod
-    def open(self, dump_folder: Path, run_id: str | None, config: Mapping[str, Any]) -> str:
+    def open(self, dump_folder: Path, run_id: str | None, config: Mapping[str, object]) -> str:
         """Continue the tracker's run with this id, or start a new one (None). Return its id. Raise
         `UserError` if the tracker does not start."""
 
@@ -75,7 +75,7 @@ class WandB(Tracker):
         if mode in ("online", "run", "shared") and not wandb.login(prompt=False, verify=False):
             raise UserError(f"Weights & Biases does not start: not logged in; {_WITHOUT_LOGIN}")
 
-    def open(self, dump_folder: Path, run_id: str | None, config: Mapping[str, Any]) -> str:
+    def open(self, dump_folder: Path, run_id: str | None, config: Mapping[str, object]) -> str:
         import wandb
 
         self._error = wandb.Error
@@ -126,7 +126,7 @@ class MLflow(Tracker):
 
     package, option = "mlflow", "--metrics.enable_mlflow"
 
-    def open(self, dump_folder: Path, run_id: str | None, config: Mapping[str, Any]) -> str:
+    def open(self, dump_folder: Path, run_id: str | None, config: Mapping[str, object]) -> str:
         import mlflow
         from mlflow.entities import Param
 
@@ -187,7 +187,7 @@ class Trackio(Tracker):
 
     package, option = "trackio", "--metrics.enable_trackio"
 
-    def open(self, dump_folder: Path, run_id: str | None, config: Mapping[str, Any]) -> str:
+    def open(self, dump_folder: Path, run_id: str | None, config: Mapping[str, object]) -> str:
         import trackio
 
         try:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torchtitan.components.checkpoint.state import kept_random_state
 from torchtitan.components.generation.session import is_in_loop
@@ -27,7 +26,7 @@ def try_rewards(
     names: Sequence[str],
     where: str,
     prompt: str,
-    row: Mapping[str, Any],
+    row: Mapping[str, object],
     images: Sequence[ImageFile] = (),
     *,
     group_size: int = 1,

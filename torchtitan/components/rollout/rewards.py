@@ -119,7 +119,7 @@ class _Function(NamedTuple):
     def rates_batches(self) -> bool:
         return self.parameters[:1] == ["prompts"]
 
-    def result(self, text: Sequence[Any], images: object) -> Any:
+    def result(self, text: Sequence[object], images: object) -> Any:
         """Return the function's result, which may have to be awaited. Raise `UserError` that names
         the function if it fails."""
         more = {"images": images} if "images" in self.parameters else {}

@@ -128,7 +128,7 @@ class VLLMEngine:
             generation.experts = _experts_in(choice, n_computed, self._experts, self._url)
         return generation
 
-    def run(self, texts: Sequence[TextCoroutine[Any]]) -> list[Any]:
+    def run(self, texts: Sequence[TextCoroutine[object]]) -> list[Any]:
         """Send the weights, then return the results, in order, of coroutines that await `generate`,
         in an asyncio loop of its own. All processes call this together, and raise the error of any.
         Raise `UserError` in a loop."""

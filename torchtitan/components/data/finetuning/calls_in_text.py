@@ -125,7 +125,7 @@ def _result(text: str) -> dict[str, Any]:
     return {**known, "content": content}
 
 
-def move_tools(messages: list[Any], tools: object) -> tuple[list[Any], Any]:
+def move_tools(messages: list[object], tools: object) -> tuple[list[Any], Any]:
     """Return messages without the tools that Hermes' system prompts write between `<tools>` tags,
     and the tools. The other words of the prompt stay. Raise `BrokenSample` if a row's tools differ
     from those."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
@@ -154,7 +153,9 @@ class ChatEncoder:
             parts.append(encoded[0])
         return parts[0], parts[1]
 
-    def encode_whole(self, prompt: Conversation, answer: Sequence[dict[str, Any]]) -> EncodedSample:
+    def encode_whole(
+        self, prompt: Conversation, answer: Sequence[dict[str, object]]
+    ) -> EncodedSample:
         """Encode a finished conversation as transformers' `apply_chat_template` does, for models
         that read it instead of continuing its prompt. All tokens from the answer on count as
         trained. Raise `BrokenSample` if the answer cannot be located, `UserError` if there is no
@@ -309,7 +310,7 @@ class ChatEncoder:
         return trained
 
 
-def _continued(prompt: Conversation, messages: Sequence[dict[str, Any]]) -> Conversation:
+def _continued(prompt: Conversation, messages: Sequence[dict[str, object]]) -> Conversation:
     trained: list[bool | None] = [False for _ in prompt.messages]
     trained += [message["role"] == "assistant" for message in messages]
     return Conversation([*prompt.messages, *messages], prompt.tools, trained, prompt.options)

@@ -396,7 +396,7 @@ def _number_as_text(value: object) -> object:
     return str(value) if is_number else value
 
 
-def alternating(turns: list[Any]) -> list[object]:
+def alternating(turns: list[object]) -> list[object]:
     """Convert a list of plain texts (not JSON) to alternating user and assistant turns; return
     other lists unchanged."""
     if not all(isinstance(turn, str) and not _LOOKS_LIKE_A_MESSAGE.match(turn) for turn in turns):

@@ -17,7 +17,7 @@ from torchtitan.components.data.finetuning.spellings.roles import Turn, role_of
 from torchtitan.components.data.finetuning.spellings.single_turns import is_plain, message_of
 
 
-def openai_messages(turns: list[Any]) -> list[object]:
+def openai_messages(turns: list[object]) -> list[object]:
     """Convert turns in any spelling to messages with `role` and `content`.
 
     Call ids that are missing have nine letters and digits, as some templates require. Raise
@@ -111,7 +111,7 @@ class _Reader:
             answer["tool_calls"] = self._registered(answer["tool_calls"])
         self.messages.append(answer)
 
-    def _append_calls(self, message: Turn, calls: list[Any]) -> None:
+    def _append_calls(self, message: Turn, calls: list[object]) -> None:
         message["tool_calls"] = [*message.get("tool_calls", []), *self._registered(calls)]
         message["content"] = message.get("content") or None
         message.pop(WRITTEN, None)
