@@ -28,7 +28,7 @@ KEY = "validation_loss"
 WITH, WITHOUT, MUON = "with transfer rules", "without", "with Muon"
 RUNS = {
     WITH: {1: RATES[:5], 2: RATES[:5], 4: RATES[:4]},
-    WITHOUT: {1: RATES[:5], 2: RATES[:5]},
+    WITHOUT: {1: RATES[:5], 2: RATES[:5], 4: RATES[:3]},
     MUON: {1: RATES, 2: RATES, 4: RATES[2:5]},
 }
 """Rules → layers → rates. A run of 4 layers costs seven times as much as one of 2."""
