@@ -74,7 +74,8 @@ def _on_meta(value: object) -> object:
 @contextlib.contextmanager
 def _fusing_attention() -> Iterator[None]:
     """Compute attention by one operation, which keeps no weights, as on a GPU, unless its mask is
-    trained. A `TorchFunctionMode` would not reach layers that a backward pass recomputes."""
+    trained. A `TorchFunctionMode` would not reach layers that a backward pass recomputes
+    (`findings/torch_function_modes_miss_recomputation.sh`)."""
     plain: Callable[..., Tensor] = nn.functional.scaled_dot_product_attention
 
     def attention(*args: Any, **kwargs: Any) -> Tensor:
