@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from tests.browser import Browser
 from tests.training import TINY, flags
 from torchtitan.cli.data_report import histogram, print_samples
 from torchtitan.cli.data_samples import samples_of, token_texts
@@ -114,6 +115,20 @@ class Page(HTMLParser):
 def inspect(*words: str) -> Page:
     assert main(["data", "inspect", "--html", "page.html", *words]) == 0
     return Page(Path("page.html").read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_tables_of_a_page_show_that_they_scroll(chats, tmp_path):
+    """By a shadow at the side of the columns that a narrow screen hides."""
+    inspect(*chat_options(chats))
+    with Browser(tmp_path / "browser") as browser:
+        browser.open(Path("page.html").absolute().as_uri(), width=360)
+        assert browser.run("document.documentElement.scrollWidth") <= 360
+        tables = "[...document.querySelectorAll('.wide')]"
+        assert browser.run(f"{tables}.some(one => one.scrollWidth > one.clientWidth)")
+        shadow = "getComputedStyle(one).backgroundImage.split('linear-gradient').length"
+        assert browser.run(f"{tables}.every(one => {shadow} === 5)")
+        assert browser.problems == []
 
 
 def build_loader(words: list[str], batch: int) -> tuple[BaseDataLoader, PretrainedTokenizer]:
