@@ -9,7 +9,7 @@
 | `renderings`, `completions`, `markers` | the texts that these compare |
 | `chat_encoding`, `sample_texts`, `token_places` | turns to tokens and a training mask |
 | `template_tokens` | special tokens of a template that the vocabulary lacks |
-| `encoded`, `row_encoder` | samples as tokens; the base of the encoders of each kind of rows |
+| `encoded`, `row_encoder` | samples as tokens; the base class of row encoders |
 | `row_batches`, `filters` | many rows: encoded in processes, filtered, counted |
 | `sample_cache` | samples on disk |
 | `samples` | samples that fit into a window, and batches of windows |

@@ -1,4 +1,4 @@
-"""The texts that a conversation is trained on, and what is trained of each."""
+"""The texts that a conversation is trained on, with the trained parts of each."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
