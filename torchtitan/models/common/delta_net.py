@@ -204,8 +204,12 @@ DELTA_NET_KEYS = {name: name for name in ("layer_types", *_SIZES)}
 """`ModelType.keys` of gated delta nets."""
 
 _OURS, _THEIRS = "layers.*.attention", "model.layers.*.linear_attn"
-_NAMES = {"norm.weight": "norm.weight", "out.weight": "out_proj.weight"}
-_NAMES |= {"A_log": "A_log", "dt_bias": "dt_bias"}
+_NAMES = {
+    "norm.weight": "norm.weight",
+    "out.weight": "out_proj.weight",
+    "A_log": "A_log",
+    "dt_bias": "dt_bias",
+}
 
 
 def fused_row(ours: str, parts: str, theirs: str, groups: int = 1) -> KeyMapping:

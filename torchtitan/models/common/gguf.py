@@ -393,8 +393,14 @@ def _check(architecture: Architecture, config: Decoder.Config) -> None:
     if isinstance(config, ExpertLayers.Config):
         moe, experts = config.moe, architecture.experts
         assert experts is not None, "an architecture without experts"
-        fixed = {"routed_scaling_factor": 1.0, "n_group": 1, "scoring_func": "softmax"}
-        fixed |= {"selection_bias": False, "n_shared_experts": 0, **experts.always}
+        fixed = {
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "scoring_func": "softmax",
+            "selection_bias": False,
+            "n_shared_experts": 0,
+            **experts.always,
+        }
         for name, must in fixed.items():
             fits = name in experts.chosen or getattr(moe, name) == must
             require_gguf(fits, f"moe.{name}", getattr(moe, name), str(must))

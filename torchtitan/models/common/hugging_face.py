@@ -173,8 +173,8 @@ def dense_rows(**norms: str) -> tuple[KeyMapping, ...]:
 _PER_LAYER = {
     "tok_embeddings": "embed_tokens_per_layer",
     "projection": "per_layer_model_projection",
+    "norm": "per_layer_projection_norm",
 }
-_PER_LAYER |= {"norm": "per_layer_projection_norm"}
 _OWN = {
     "gate": "per_layer_input_gate",
     "out": "per_layer_projection",

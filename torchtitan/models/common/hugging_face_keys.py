@@ -80,45 +80,41 @@ _ROPE = {
 _DROPOUTS = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop")
 """Keys of dropout probabilities, which are ignored with a warning."""
 
-_OF_FILES = {"model_type", "dtype", "torch_dtype", "quantization_config"}
-_OF_FILES |= {
+_OF_FILES = {
+    "model_type",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
     "architectures",
     "_name_or_path",
     "transformers_version",
     "initializer_range",
     "auto_map",
-}
-_OF_FILES |= {
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
     "unk_token_id",
     "use_cache",
     "cache_implementation",
-}
-_OF_FILES |= {
     "chunk_size_feed_forward",
     "id2label",
     "label2id",
     "num_labels",
     "is_encoder_decoder",
     "problem_type",
-}
-_OF_FILES |= {
     "pretraining_tp",
     "return_dict",
     "output_attentions",
     "output_hidden_states",
     "_attn_implementation",
-}
-_OF_FILES |= {
     "output_router_logits",
     "router_aux_loss_coef",
     "aux_loss_alpha",
     "seq_aux",
     "ep_size",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
 }
-_OF_FILES |= {"num_nextn_predict_layers", "num_mtp_layers"}
 """Keys without effect on the model's computation; `pretraining_tp` only changes the order of
 sums."""
 

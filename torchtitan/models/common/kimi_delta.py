@@ -30,8 +30,12 @@ class KimiDeltaNet(GatedDeltaNet):
     recurrence = "Kimi delta attention"
 
     def __init__(self, *, dim: int, n_heads: int, head_dim: int, init_std: float, **options: Any):
-        sizes = {"num_key_heads": n_heads, "num_value_heads": n_heads}
-        sizes |= {"key_head_dim": head_dim, "value_head_dim": head_dim}
+        sizes = {
+            "num_key_heads": n_heads,
+            "num_value_heads": n_heads,
+            "key_head_dim": head_dim,
+            "value_head_dim": head_dim,
+        }
         super().__init__(dim=dim, init_std=init_std, **sizes, **options)
         self.in_a, self.in_z = (
             nn.Sequential(
@@ -83,8 +87,16 @@ KIMI_DELTA = MixerKind(
 )
 
 _OURS, _THEIRS = "layers.*.attention", "model.layers.*.self_attn"
-_SHARED = {"in_q": "q_proj", "in_k": "k_proj", "in_v": "v_proj", "in_b": "b_proj"}
-_SHARED |= {"in_z.0": "g_a_proj", "in_z.1": "g_b_proj", "norm": "o_norm", "out": "o_proj"}
+_SHARED = {
+    "in_q": "q_proj",
+    "in_k": "k_proj",
+    "in_v": "v_proj",
+    "in_b": "b_proj",
+    "in_z.0": "g_a_proj",
+    "in_z.1": "g_b_proj",
+    "norm": "o_norm",
+    "out": "o_proj",
+}
 _DECAYS = {"in_a.0": "f_a_proj", "in_a.1": "f_b_proj"}
 
 

@@ -52,15 +52,17 @@ _V2 = {
     "topk_method": "group_limited_greedy",
     "n_group": 8,
     "topk_group": 3,
+    "moe_intermediate_size": 1536,
+    "routed_scaling_factor": 16.0,
 }
-_V2 |= {"moe_intermediate_size": 1536, "routed_scaling_factor": 16.0}
 _K2: dict[str, object] = {
     "n_routed_experts": 384,
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.827,
+    "rope_theta": 50_000.0,
 }
-_K2 |= {"routed_scaling_factor": 2.827, "rope_theta": 50_000.0}
 _SMALL = {
     "head_dim": 48,
     "v_head_dim": 32,
@@ -135,8 +137,9 @@ _LATENT = {
 _OTHERS = {
     name: kind for name, kind in DENSE_SHARDING.tensor.items() if "attention" not in name.split(".")
 }
-_TENSOR = {**_OTHERS, **{f"layers.*.attention.{name}": kind for name, kind in _LATENT.items()}}
-_TENSOR |= {
+_TENSOR = {
+    **_OTHERS,
+    **{f"layers.*.attention.{name}": kind for name, kind in _LATENT.items()},
     "layers.*.mtp.?norm": "sequence",
     "layers.*.mtp.eh_proj": "local tokens",
     "layers.*.mtp.norm": "final norm",

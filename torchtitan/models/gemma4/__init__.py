@@ -16,9 +16,9 @@ _DEBUG: dict[str, Any] = {
     "tie_embeddings": True,
     "attention_k_eq_v": True,
     "sliding_window": 64,
-}
-_DEBUG |= {"global_head_dim": 64, "num_global_key_value_heads": 2, "final_logit_softcapping": 30.0}
-_DEBUG |= {
+    "global_head_dim": 64,
+    "num_global_key_value_heads": 2,
+    "final_logit_softcapping": 30.0,
     "rope": RoPEConfig(theta=1e6, scaling="proportional", rotated_fraction=0.25),
     "layer_types": one_full_of(2),
 }

@@ -299,8 +299,9 @@ _FIXED_LARGE = {**_FIXED, **dict.fromkeys(_SMALL[:2], 0)}
 _OF_EXPERTS = {
     "moe.norm": "pre_feedforward_layernorm_2",
     "moe.post_norm": "post_feedforward_layernorm_2",
+    "dense_post_norm": "post_feedforward_layernorm_1",
+    "moe.router": "router.proj",
 }
-_OF_EXPERTS |= {"dense_post_norm": "post_feedforward_layernorm_1", "moe.router": "router.proj"}
 _ROWS = (
     *SANDWICH_ROWS,
     *module_rows("layers.*", "model.layers.*", _OF_EXPERTS),
@@ -350,9 +351,14 @@ FORMAT = dense_format(
 )
 
 
-_GGUF_OF_LAYER = {"own.gate": "inp_gate", "own.out": "proj", "own.norm": "post_norm"}
-_GGUF_OF_LAYER |= {"moe.norm": "pre_ffw_norm_2", "moe.post_norm": "post_ffw_norm_2"}
-_GGUF_OF_LAYER |= {"dense_post_norm": "post_ffw_norm_1"}
+_GGUF_OF_LAYER = {
+    "own.gate": "inp_gate",
+    "own.out": "proj",
+    "own.norm": "post_norm",
+    "moe.norm": "pre_ffw_norm_2",
+    "moe.post_norm": "post_ffw_norm_2",
+    "dense_post_norm": "post_ffw_norm_1",
+}
 _GGUF_INPUTS = {"tok_embeddings": "token_embd", "projection": "model_proj", "norm": "proj_norm"}
 _GGUF_ROWS = (
     *module_rows("layers.*", "blk.*", _GGUF_OF_LAYER),

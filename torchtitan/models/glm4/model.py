@@ -30,8 +30,12 @@ class GLM4Model(GLMModel):
     block_kind = SandwichBlock
 
 
-_NORMS = {"attention_norm": "input_layernorm", "attention_post_norm": "post_self_attn_layernorm"}
-_NORMS |= {"ffn_norm": "post_attention_layernorm", "ffn_post_norm": "post_mlp_layernorm"}
+_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_post_norm": "post_mlp_layernorm",
+}
 
 
 def _rows(config: GLMModel.Config) -> list[KeyMapping]:

@@ -11,8 +11,13 @@ from torchtitan.models.glm4_moe.model import FORMAT, GGUF, GLM4MoeModel
 _published = partial(
     of_sizes, FORMAT, "glm4_moe", head_dim=128, attention_bias=True, rope_theta=1e6
 )
-_355B = {"n_routed_experts": 160, "moe_intermediate_size": 1536, "routed_scaling_factor": 2.5}
-_355B |= {"first_k_dense_replace": 3, "use_qk_norm": True}
+_355B = {
+    "n_routed_experts": 160,
+    "moe_intermediate_size": 1536,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+    "use_qk_norm": True,
+}
 
 FLAVORS = {
     "debugmodel": GLM4MoeModel.Config(

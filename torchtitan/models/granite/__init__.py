@@ -25,8 +25,8 @@ _COMMON = {
     "n_kv_heads": 8,
     "max_seq_len": 131_072,
     "tie_embeddings": True,
+    "rope": RoPEConfig(theta=10_000_000.0),
 }
-_COMMON |= {"rope": RoPEConfig(theta=10_000_000.0)}
 _DEBUG = {**SMALL, **_FACTORS, "rope": RoPEConfig(theta=10_000.0)}
 _3 = {**_COMMON, "n_heads": 32, "vocab_size": 49_159}
 _4 = {**_COMMON, "vocab_size": 100_352}
@@ -39,8 +39,12 @@ _HYBRID = {
     ),
     "rope": RoPEConfig(theta=10_000.0),
 }
-_DEBUG_4 = {**_DEBUG, "attention_multiplier": 1 / 32, "logits_scaling": 4.0}
-_DEBUG_4 |= {"mamba": MambaConfig(n_heads=16, head_dim=32, n_groups=4, state_dim=32)}
+_DEBUG_4 = {
+    **_DEBUG,
+    "attention_multiplier": 1 / 32,
+    "logits_scaling": 4.0,
+    "mamba": MambaConfig(n_heads=16, head_dim=32, n_groups=4, state_dim=32),
+}
 _DEBUG_MOE = MoEConfig(n_experts=16, top_k=4, shared_ffn_dim=192)
 
 FLAVORS = {

@@ -16,8 +16,13 @@ def _types(*attention: int, n_layers: int) -> list[LayerType]:
     )
 
 
-_COMMON: dict[str, Any] = {"n_kv_heads": 8, "max_seq_len": 128_000, "vocab_size": 65_536}
-_COMMON |= {"tie_embeddings": True, "rope": RoPEConfig(theta=1_000_000.0)}
+_COMMON: dict[str, Any] = {
+    "n_kv_heads": 8,
+    "max_seq_len": 128_000,
+    "vocab_size": 65_536,
+    "tie_embeddings": True,
+    "rope": RoPEConfig(theta=1_000_000.0),
+}
 _SMALL = {**_COMMON, "n_layers": 16, "layer_types": _types(2, 5, 8, 10, 12, 14, n_layers=16)}
 _DEBUG: dict[str, Any] = {**SMALL, "tie_embeddings": True, "rope": RoPEConfig(theta=10_000.0)}
 _DEBUG_MOE = MoEConfig(

@@ -74,8 +74,16 @@ def _prepare(document: dict[str, object]) -> dict[str, object]:
     return {**derived, **said}
 
 
-_NETS = {"in_q": "q_proj", "in_k": "k_proj", "in_v": "v_proj", "in_z": "g_proj", "in_a": "a_proj"}
-_NETS |= {"in_b": "b_proj", "out": "o_proj", "norm": "o_norm"}
+_NETS = {
+    "in_q": "q_proj",
+    "in_k": "k_proj",
+    "in_v": "v_proj",
+    "in_z": "g_proj",
+    "in_a": "a_proj",
+    "in_b": "b_proj",
+    "out": "o_proj",
+    "norm": "o_norm",
+}
 _OURS, _THEIRS = "layers.*.attention", "model.layers.*.linear_attn"
 _ROWS = (
     *dense_rows(
