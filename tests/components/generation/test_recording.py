@@ -274,3 +274,16 @@ def test_a_text_whose_recording_is_wrong_is_computed(recordings, monkeypatch):
     found = generate(model, [[5]], max_new_tokens=24)
     assert found[0].ids == expected[0].ids
     assert (len(recordings.made), recordings.n_calls) == (1, 2)
+
+
+def test_few_rows_share_a_recording_for_more_slots(monkeypatch):
+    made = Recordings()
+    monkeypatch.setitem(DEVICES, "cpu", DEVICES["cpu"]._replace(capture=made, n_unused=64))
+    model = small_model(max_seq_len=256)
+    for n_rows, n_made in ((1, 3), (2, 3), (4, 3)):
+        generate(model, n_rows * [[5]], max_new_tokens=150)
+        assert len(made.made) == n_made, n_rows
+        made.made.clear()
+    monkeypatch.setitem(DEVICES, "cpu", DEVICES["cpu"]._replace(n_unused=256))
+    generate(model, [[5]], max_new_tokens=150)
+    assert len(made.made) == 1

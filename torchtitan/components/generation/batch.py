@@ -300,7 +300,8 @@ class Batch:
             self._pass_without_rows(reader)
             return
         boundaries = self._model.cache_boundaries()
-        if cache is None or is_new_batch or any(row.n_tokens - 1 in boundaries for row in rows):
+        is_recomputed = boundaries and any(row.n_tokens - 1 in boundaries for row in rows)
+        if cache is None or is_new_batch or is_recomputed:
             tokens_BL, positions_BL = left_padded([row.tokens for row in rows], degree)
             if cache is None:
                 attention = AttentionMetadata.from_positions(positions_BL).to(self._device)

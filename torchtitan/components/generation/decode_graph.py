@@ -45,6 +45,11 @@ class Device(NamedTuple):
     patience: int
     """Steps of an unchanged batch before a graph is made, which costs some steps; batches that
     change often get no graph."""
+    loads_kernels: bool = True
+    """Compute the first step with a number of keys without recording, which loads its kernels."""
+    n_unused: int = 0
+    """A bucket has at least this number of slots of all rows together: few rows attend to unused
+    ones in less time than a graph takes to make."""
 
 
 @functools.cache
@@ -85,7 +90,10 @@ on one stream."""
 _failure = ""
 """Reason why a recording failed in this process."""
 
-DEVICES = {"cuda": Device(_capture_on_cuda, 256, 8), "cpu": Device(_capture_on_cpu, 64, 8)}
+DEVICES = {
+    "cuda": Device(_capture_on_cuda, bucket=256, patience=8),
+    "cpu": Device(_capture_on_cpu, bucket=64, patience=8, loads_kernels=False, n_unused=1024),
+}
 """By type. On other devices, steps are not recorded."""
 
 
@@ -137,7 +145,8 @@ class DecodeGraph:
 
     def __init__(self, graphs: Graphs, cache: KVCache):
         self._graphs = graphs
-        self._capture, self._bucket, self._patience = DEVICES[graphs.device.type]
+        self._device = DEVICES[graphs.device.type]
+        self._patience = self._device.patience
         self._cache = cache
         self._n_keys = 0
         self._inputs_3B: Tensor | None = None
@@ -154,7 +163,8 @@ class DecodeGraph:
         inputs_B1 = (tokens_B1, positions_B1, torch.full_like(tokens_B1, n_slots))
         inputs_3B = send(torch.cat(inputs_B1, dim=1).T.contiguous(), self._graphs.device)
         self._inputs_3B = inputs_3B if self._inputs_3B is None else self._inputs_3B.copy_(inputs_3B)
-        n_keys = min((n_slots // self._bucket + 1) * self._bucket, self._cache.max_slots)
+        bucket = max(self._device.bucket, self._device.n_unused // len(tokens_B1))
+        n_keys = min((n_slots // bucket + 1) * bucket, self._cache.max_slots)
         try:
             logits_BV = self._logits(n_keys)
         except NotRecordable as error:
@@ -166,10 +176,10 @@ class DecodeGraph:
         return logits_BV
 
     def _logits(self, n_keys: int) -> Tensor:
-        # the first step with this number of keys, which loads its kernels
         if n_keys != self._n_keys:
             self._n_keys, self._replay = n_keys, None
-            return self._step()
+            if self._device.loads_kernels:
+                return self._step()
         self._replay = self._replay or self._record()
         return self._replay()
 
@@ -185,7 +195,7 @@ class DecodeGraph:
             if _failure:
                 raise _failed_error()
             try:
-                return self._capture(self._step, self._memory(), self._graphs.device)
+                return self._device.capture(self._step, self._memory(), self._graphs.device)
             except RuntimeError as error:
                 # The end of a failed capture fails too.
                 _failure = in_words(error.__context__ or error)

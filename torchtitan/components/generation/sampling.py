@@ -124,9 +124,9 @@ def restricted_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     token that crosses the threshold is kept. min_p: Nguyen et al., arXiv:2407.01082."""
     logits_BV = logits_BV.float()
     # The largest logit is 0, so that others may become -inf, but never inf.
-    logits_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)).div_(
-        max(sampling.temperature, _COLDEST)
-    )
+    logits_BV = logits_BV - logits_BV.amax(dim=-1, keepdim=True)
+    if sampling.temperature != 1:
+        logits_BV.div_(max(sampling.temperature, _COLDEST))
     if sampling.top_k is not None and sampling.top_k < logits_BV.shape[-1]:
         smallest_B1 = logits_BV.topk(sampling.top_k).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < smallest_B1, -math.inf)
