@@ -1,7 +1,9 @@
 """Recordings of decoding on the CPU, compared with the modules' own operations, bit by bit."""
 
 import contextlib
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -287,3 +289,22 @@ def test_few_rows_share_a_recording_for_more_slots(monkeypatch):
     monkeypatch.setitem(DEVICES, "cpu", DEVICES["cpu"]._replace(n_unused=256))
     generate(model, [[5]], max_new_tokens=150)
     assert len(made.made) == 1
+
+
+def test_recordings_are_freed_with_their_batch(monkeypatch):
+    """Without the garbage collector, since they hold the memory of the cache."""
+    made = []
+
+    def capture(step, memory, device):
+        recorded = CAPTURE(step, memory, device)
+        made.append(weakref.ref(recorded))
+        return recorded
+
+    record_on_cpu(monkeypatch, capture)
+    gc.disable()
+    try:
+        generate(small_model(), TINY_PROMPTS, max_new_tokens=40)
+        assert len(made) == 3
+        assert not any(one() for one in made)
+    finally:
+        gc.enable()

@@ -4,6 +4,7 @@ than they take: CUDA graphs, which one call launches, and recordings on the CPU.
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -191,11 +192,15 @@ class DecodeGraph:
 
     def _record(self) -> Step:
         global _failure
+        # A recording keeps its step; it must not keep this object, and with it the cache's memory.
+        graph = weakref.proxy(self)
         with _recording:
             if _failure:
                 raise _failed_error()
             try:
-                return self._device.capture(self._step, self._memory(), self._graphs.device)
+                return self._device.capture(
+                    lambda: graph._step(), self._memory(), self._graphs.device
+                )
             except RuntimeError as error:
                 # The end of a failed capture fails too.
                 _failure = in_words(error.__context__ or error)
