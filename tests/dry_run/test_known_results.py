@@ -26,7 +26,7 @@ class Counted(KnownResults):
             self.n_run += 1
             return func(*args, **kwargs)
 
-        counted.namespace = func.namespace
+        counted.namespace, counted._schema = func.namespace, func._schema
         return super().call(self.functions.setdefault(func, counted), args, kwargs)
 
     def __init__(self):
@@ -130,6 +130,28 @@ def test_a_difference_of_an_argument_is_noticed():
         results.call(aten.mul.Tensor, (torch.ones(2, dtype=bool), x), {}) for x in (1, True)
     )
     assert (one.dtype, true.dtype) == (torch.int64, torch.bool)
+
+
+def test_only_views_depend_on_the_place_of_their_argument():
+    results = Counted()
+    for start in (0, 2):
+        block = torch.randn(4, 6)[start : start + 2]
+        results.call(aten.mul.Tensor, (block, 2.0), {})
+        assert results.call(aten.slice.Tensor, (block, 0, 1, 2), {}).storage_offset() == (
+            6 * (start + 1)
+        )
+    assert results.n_run == 3
+
+
+def test_other_runs_know_the_results(fake_mode):
+    """In tensors of their own mode."""
+    a, _, _ = tensors()
+    KnownResults().call(aten.sinh.default, (a,), {})
+    n_known = len(KnownResults._known)
+    with FakeTensorMode() as other:
+        made = KnownResults().call(aten.sinh.default, (torch.randn(4, 6),), {})
+    assert len(KnownResults._known) == n_known
+    assert made.fake_mode is other
 
 
 def test_other_modes_and_real_tensors(fake_mode):

@@ -220,7 +220,8 @@ class LayerReplay:
             memory = None if result is None else self.memory.allocation_of(result)
             made = None
             if result is not None and memory in created and type(result) is FakeTensor:
-                made = like_fake_tensor(result), memory
+                make, mode = like_fake_tensor(result), getattr(result, "fake_mode")  # noqa: B009
+                made = functools.partial(make, mode=mode), memory
             one.results.append(made)
         return created
 

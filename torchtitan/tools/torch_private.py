@@ -349,19 +349,19 @@ def active_fake_mode() -> Any:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
-def like_fake_tensor(example: Any) -> "Callable[[torch.UntypedStorage | None], Any]":
+def like_fake_tensor(example: Any) -> "Callable[..., Any]":
     """Return a function that makes fake tensors of the size, type and place of `example`, which an
-    operation has returned, in new memory (None) or in that of another tensor. FakeTensor's own
-    constructor takes a tenth of the time of a dry run."""
+    operation has returned, in new memory (None) or in that of another tensor, for a
+    `FakeTensorMode`. FakeTensor's own constructor takes a tenth of the time of a dry run."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
     shape, strides = tuple(example.shape), example.stride()
     offset = example.storage_offset()
     dtype, device = example.dtype, example.fake_device
-    attributes = dict(vars(example))
+    attributes = {name: value for name, value in vars(example).items() if name != "fake_mode"}
 
-    def make(storage: "torch.UntypedStorage | None") -> Any:
+    def make(storage: "torch.UntypedStorage | None", mode: Any) -> Any:
         with torch._C._DisableTorchDispatch():
             if storage is None:
                 meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
@@ -371,7 +371,7 @@ def like_fake_tensor(example: Any) -> "Callable[[torch.UntypedStorage | None], A
         fake = torch.Tensor._make_subclass(
             FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
         )
-        vars(fake).update(attributes)
+        vars(fake).update(attributes, fake_mode=mode)
         torch._C._set_throw_on_mutable_data_ptr(fake)
         return fake
 
