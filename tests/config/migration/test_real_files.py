@@ -155,10 +155,14 @@ def test_layers_that_are_trained_whole(files, tmp_path):
     assert row.outcome == "without a counterpart" and "not tied" in row.note
 
 
-def test_prompts_that_are_written_in_place_are_listed(files, tmp_path):
-    kind = '{{format: "[INST] {{{{instruction}}}}", field_output: output}}'
-    text = f"base_model: m\ndatasets: [{{{{path: d.jsonl, type: {kind}}}}}]\n"
-    row = rows_of(of(text, files, tmp_path))["type of d.jsonl"]
+@pytest.mark.parametrize("listed", ["[{}]", "{}"])
+def test_a_type_that_is_written_in_place(listed, files, tmp_path):
+    """Its columns are read, and its prompt is listed, also of a dataset that is a mapping."""
+    kind = '{{format: "[INST] {{{{instruction}}}}", field_output: reply}}'
+    one = listed.format(f"{{{{path: d.jsonl, type: {kind}}}}}")
+    migration = of(f"base_model: m\ndatasets: {one}\n", files, tmp_path)
+    assert migration.options["dataloader.columns"] == ["output=reply"]
+    row = rows_of(migration)["type of d.jsonl"]
     assert (row.value, row.outcome) == ("format", "without a counterpart")
 
 

@@ -64,7 +64,7 @@ _HARMLESS = (
 def migrate_axolotl(migration: Migration) -> None:
     """Read a file of axolotl."""
     for key in ("datasets", "pretraining_dataset"):
-        _gather(migration, key)
+        migration.gather(key)  # of one dataset that is written as a mapping
     method = _select(migration)
     migration.use_model("base_model", str(migration.get("revision_of_model") or ""))
     if migration.get("revision_of_model") is not None:
@@ -204,13 +204,6 @@ def _data(migration: Migration) -> None:
     elif migration.get("train_on_inputs") is not None:
         value = "all" if migration.get("train_on_inputs") else "assistant"
         migration.take("train_on_inputs", "dataloader.train_on", value)
-
-
-def _gather(migration: Migration, key: str) -> None:
-    """Make one value of a dataset that is written as a mapping, whose keys are read alone."""
-    prefix = f"{key}."
-    if found := [name for name in migration.keys() if name.startswith(prefix)]:
-        migration.gather(key, {name.removeprefix(prefix): migration.get(name) for name in found})
 
 
 def _text_column(migration: Migration, sets: Sequence[Mapping[str, object]]) -> list[str]:

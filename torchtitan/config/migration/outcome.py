@@ -84,12 +84,13 @@ class Migration:
         if key in self.given:
             self.given[name] = self.given.pop(key)
 
-    def gather(self, key: str, parts: Mapping[str, object]) -> None:
-        """Make the keys below `key` one value, with one row."""
-        for name in parts:
-            self._values.pop(f"{key}.{name}")
-            self.given.pop(f"{key}.{name}", None)
-        self._values[key] = self.given[key] = dict(parts)
+    def gather(self, key: str) -> None:
+        """Make the keys below `key`, if there are some, one mapping, with one row."""
+        prefix = f"{key}."
+        if parts := [name for name in self._values if name.startswith(prefix)]:
+            values = {name.removeprefix(prefix): self._values.pop(name) for name in parts}
+            self.given = {name: value for name, value in self.given.items() if name not in parts}
+            self._values[key] = self.given[key] = nested(values)
 
     def default(self, key: str, value: object) -> None:
         """Fill in the value that the other library uses for an absent key."""
