@@ -238,3 +238,10 @@ def test_a_file_that_trains_nothing_is_refused(text, message, files, tmp_path):
     name = "train.sh" if "run_train" in text else "file.yaml"
     with pytest.raises(UserError, match=re.escape(message)):
         of(text, files, tmp_path, name, **more)
+
+
+def test_a_folder_for_a_later_export_is_no_obstacle(files, tmp_path):
+    more = {"stage": "sft", "dataset": "mine", "template": "default"}
+    migration = of(FACTORY + "do_train: true\nexport_dir: out\n", files, tmp_path, **more)
+    assert migration.config == "lora"
+    assert rows_of(migration)["export_dir"].outcome == "without a counterpart"

@@ -122,7 +122,7 @@ def _select(migration: Migration) -> str:
 
 def _refuse_without_training(migration: Migration) -> None:
     """Raise `UserError` for a file that exports or tests a model."""
-    if migration.get("export_dir") is not None:
+    if migration.get("export_dir") is not None and not migration.get("do_train"):
         raise UserError(
             "export_dir: the file exports a model, and trains nothing; use torchtitan convert, "
             "which also merges adapters"
