@@ -213,10 +213,20 @@ def test_an_adapter_of_the_head_has_no_dropout(head, files, tmp_path):
     assert row.outcome == "without a counterpart"
 
 
-def test_a_name_of_litgpt_gets_its_owner(files, tmp_path):
-    text = "litgpt pretrain pythia-14m --data TextFiles --data.train_data_path texts"
+@pytest.mark.parametrize(
+    ("name", "owner"),
+    [
+        ("pythia-14m", "EleutherAI"),
+        ("Mixtral-8x7B-v0.1", "mistralai"),
+        ("MicroLlama-300M", "ORG"),
+        ("Llama-3.1-Nemotron-70B-Instruct-HF", "nvidia"),
+        ("Llama-3.2-1B", "meta-llama"),
+    ],
+)
+def test_a_name_of_litgpt_gets_its_owner(name, owner, files, tmp_path):
+    text = f"litgpt pretrain {name} --data TextFiles --data.train_data_path texts"
     migration = of(text, files, tmp_path, "train.sh")
-    assert migration.commands == ["torchtitan download EleutherAI/pythia-14m"]
+    assert migration.commands == [f"torchtitan download {owner}/{name}"]
     assert migration.options["dataloader.dataset"] == ["texts"]
 
 

@@ -46,17 +46,19 @@ _HUB_DATA = {
 }
 _OWNERS = {
     "pythia": "EleutherAI",
+    "Llama-3.1-Nemotron": "nvidia",
     "Llama": "meta-llama",
     "gemma": "google",
     "Gemma": "google",
     "phi": "microsoft",
     "Phi": "microsoft",
     "Qwen": "Qwen",
-    "Mi": "mistralai",
+    "Mistral": "mistralai",
+    "Mixtral": "mistralai",
     "SmolLM": "HuggingFaceTB",
     "OLMo": "allenai",
 }
-"""Start of the names of models → their owner on the hub."""
+"""Start of the names of models → their owner on the hub; the first that fits counts."""
 
 _PRETRAINING = ("TextFiles", "TinyLlama", "TinyStories", "OpenWebText", "LitData")
 
