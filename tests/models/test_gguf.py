@@ -661,7 +661,7 @@ def test_experts_of_other_widths_are_refused(name, changes, message):
 
 
 def test_a_vocabulary_without_bos_names_a_token(tmp_path):
-    """llama.cpp takes the token 11 for an absent one, and writes its text for `bos_token`."""
+    """llama.cpp has a default for an absent one, and writes its text for `bos_token`."""
     template = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
     for name, named, expected in (("config", 3, 3), ("eos", None, 1)):
         folder = tmp_path / name

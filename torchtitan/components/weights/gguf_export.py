@@ -155,7 +155,7 @@ def _tokenizer_metadata(assets: Path, n_rows: int) -> dict[str, object]:
     places = dict(zip(("eot_token_id", "eom_token_id"), others, strict=False))
     places["padding_token_id"] = ids.get("pad_token_id")
     if tokenizer.bos_id is None:
-        # llama.cpp would take the token 11, or 1. Nothing writes this one: `add_bos_token` is off.
+        # llama.cpp has a default for a missing one. Nothing writes this: `add_bos_token` is off.
         named = ids.get("bos_token_id")
         places["bos_token_id"] = named if named in range(n_rows) else tokenizer.eos_id
     for key, index in places.items():
