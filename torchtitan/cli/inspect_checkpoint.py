@@ -108,7 +108,7 @@ def _examine(
             else:
                 source = open_source(path)
                 states = {"model": source.specs}
-                if isinstance(source, DequantizedSource):
+                if isinstance(source, DequantizedSource) and source.types:
                     types = [str(dtype).removeprefix("torch.") for dtype in source.types]
                     facts["quantized"] = f"{source.method}, read as {' and '.join(types)}"
         except UserError as error:

@@ -404,6 +404,25 @@ def test_other_methods_are_refused_by_name(folder, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("place", ["hf_quant_config.json", "config.json", "compressed-tensors"])
+def test_scales_of_keys_and_values_alone_are_ignored(tmp_path, place):
+    """Of folders that quantize the cache of an inference engine, and no weights."""
+    weight = torch.randn(4, 4, dtype=torch.bfloat16)
+    scales = {f"attn.{name}_proj.{name}_scale": torch.tensor(0.5) for name in ("k", "v")}
+    section = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    if place == "compressed-tensors":
+        scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+        section = {"quant_method": place, "format": "dense", "kv_cache_scheme": scheme}
+    beside = place == "hf_quant_config.json"
+    save(tmp_path, {"attn.k_proj.weight": weight, **scales}, None if beside else section)
+    if beside:
+        (tmp_path / place).write_text(json.dumps({"quantization": section}))
+    check_quantization(tmp_path)
+    source = open_source(tmp_path)
+    assert list(source.specs) == ["attn.k_proj.weight"]
+    assert torch.equal(source.read("attn.k_proj.weight"), weight)
+
+
 def test_a_refusal_names_the_file_that_describes_the_weights(tmp_path):
     save(tmp_path, {"a": torch.zeros(2)}, None)
     described = {"quantization": {"quant_algo": "INT4_AWQ", "group_size": 128}}

@@ -68,8 +68,8 @@ _MLX = "mlx"
 """Method of folders with the key `quantization`, which mlx-lm writes, alone or with the same
 `quantization_config`."""
 
-_ALGORITHMS = ("FP8", "MIXED_PRECISION", "NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8")
-"""Algorithms of ModelOpt."""
+_ALGORITHMS = ("FP8", "MIXED_PRECISION", "NVFP4", "None", "W4A16_NVFP4", "W4A8_NVFP4_FP8")
+"""Algorithms of ModelOpt; None: of keys and values alone."""
 
 Finder = Callable[[TensorSource, Section], Mapping[str, QuantizedWeight]]
 """Returns the quantized weights of a folder, by name. The description has the type of the model as
@@ -129,14 +129,15 @@ def _is_rotated_offline(config: object) -> bool:
 
 def dequantized(source: TensorSource, folder: Path) -> TensorSource:
     """Return the tensors of the Hugging Face checkpoint in `folder`: a `DequantizedSource` if its
-    files name a supported method, otherwise `source`. Raise `UserError` if the description is
-    invalid, and as that class."""
+    files name a supported method and it has quantized weights or unused scales, otherwise `source`.
+    Raise `UserError` if the description is invalid, and as that class."""
     method, section = read_method(folder)
     if method not in _METHODS:
         return source
     check_quantization(folder)
     weights = _METHODS[method](source, {"dtype": _dtype(folder), **section})
-    return DequantizedSource(source, weights, method) if weights else source
+    has_scales = any(name.endswith(_OTHER_SCALES) for name in source.specs)
+    return DequantizedSource(source, weights, method) if weights or has_scales else source
 
 
 def read_method(folder: Path) -> tuple[str, Section]:
