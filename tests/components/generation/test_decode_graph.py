@@ -423,7 +423,8 @@ def test_threads_record_one_after_another(monkeypatch):
     monkeypatch.setattr(DecodeGraph, "_memory", lambda graph: [])
 
     def record():
-        DecodeGraph(decode_graph.Graphs(lambda *_: None, torch.device("cpu"), []), None)._record()
+        shared = decode_graph.Graphs(None, lambda *_: None, torch.device("cpu"))
+        DecodeGraph(shared, None)._record()
 
     threads = [threading.Thread(target=record) for _ in range(2)]
     for thread in threads:
@@ -503,7 +504,8 @@ def host_copies(model: Any) -> int:
             cache.advance(n)
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(DEVICES, "meta", Device(capture, bucket=16, patience=2))
-            graph = DecodeGraph(decode_graph.Graphs(partial(logits_at, model, 0), meta, []), cache)
+            shared = decode_graph.Graphs(model, partial(logits_at, model, 0), meta)
+            graph = DecodeGraph(shared, cache)
         shapes = []
         for _ in range(4):
             logits_BV = graph.logits(torch.tensor([[1], [2]]), torch.tensor([[6], [6]]))

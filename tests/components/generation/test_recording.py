@@ -23,6 +23,7 @@ from tests.models.test_llama3 import VARIANTS, small_model, windowed_model
 from torchtitan.components.generation import Engine, Generation, decode_graph, generate, recording
 from torchtitan.components.generation.decode_graph import DEVICES
 from torchtitan.components.generation.recording import NotRecordable, Recording
+from torchtitan.components.generation.session import Session
 from torchtitan.components.peft.lora import LoRALinear
 from torchtitan.distributed.mixed_precision import MixedPrecision
 
@@ -150,6 +151,21 @@ def test_bfloat16(recordings, monkeypatch, in_context):
                 recordings, monkeypatch, lambda: generate(model, TINY_PROMPTS, max_new_tokens=20)
             )
         )
+    assert recordings.made
+
+
+def test_copies_of_weights_that_come_later(recordings, monkeypatch):
+    """In rollouts that run ahead, each step computes with copies."""
+    model, precision = small_model(), MixedPrecision(torch.bfloat16)
+
+    def texts() -> list[Generation]:
+        engine = Engine(model, sampling=SAMPLING)
+        with Session(engine) as session:
+            tasks = session.start([engine.generate([5], max_new_tokens=20, key="0")])
+            with precision.of(model):
+                return session.finish(tasks)
+
+    check_bits(*both_ways(recordings, monkeypatch, texts))
     assert recordings.made
 
 

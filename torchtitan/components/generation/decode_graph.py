@@ -125,17 +125,16 @@ def graphs_for(model: BaseModel, compute: Compute) -> "Callable[[KVCache], Decod
     )
     if not is_possible or os.environ.get(SWITCH) == "0":
         return None
-    graphs = Graphs(compute, device, [*weights, *model.buffers()])
-    return partial(DecodeGraph, graphs)
+    return partial(DecodeGraph, Graphs(model, compute, device))
 
 
 @dataclass(slots=True, eq=False)
 class Graphs:
     """What the graphs of a model share."""
 
+    model: BaseModel
     compute: Compute
     device: torch.device
-    weights: Sequence[Tensor]
     is_possible: bool = True
     """False once a step was not recordable."""
 
@@ -207,9 +206,11 @@ class DecodeGraph:
                 raise _failed_error() from error
 
     def _memory(self) -> list[Tensor]:
-        """Return all tensors from outside that a step reads."""
+        """Return all tensors from outside that a step reads. The weights may be other tensors than
+        before, such as copies in another type."""
         assert self._inputs_3B is not None
-        return [*self._graphs.weights, self._inputs_3B, *self._cache.memory()]
+        model = self._graphs.model
+        return [*model.parameters(), *model.buffers(), self._inputs_3B, *self._cache.memory()]
 
 
 def _failed_error() -> UserError:
