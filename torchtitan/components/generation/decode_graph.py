@@ -80,7 +80,7 @@ def _capture_on_cuda(step: Step, memory: Sequence[Tensor], device: torch.device)
 def _capture_on_cpu(step: Step, memory: Sequence[Tensor], device: torch.device) -> Step:
     try:
         return Recording(step, memory)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # PyTorch raises both for unknown arguments
         raise NotRecordable(in_words(error)) from error
 
 

@@ -163,6 +163,7 @@ class Recording:
             self._program.append(_instruction(call, memories))
             memories.release(number)
         self._result = memories.tensor(result)
+        self._check(result)
         self.n_bytes = memories.n_bytes
         """Memory of results."""
         self._step = step
@@ -175,9 +176,14 @@ class Recording:
         for function, args, kwargs in self._program:
             function(*args, **kwargs)
         self._n_calls += 1
-        if self._n_calls == 2 and not torch.equal(self._result, self._step()):
-            raise NotRecordable("repeated operations give another result")
+        if self._n_calls == 2:
+            self._check(self._step())
         return self._result
+
+    def _check(self, expected: Tensor) -> None:
+        """Raise `NotRecordable` if repeated operations have another result than the step."""
+        if not torch.equal(self._result, expected):
+            raise NotRecordable("repeated operations give another result")
 
 
 def _calls_to_repeat(recorder: _Recorder, result: int) -> list[_Call]:
@@ -265,8 +271,7 @@ def _write_results(
     kwargs: dict[str, Any],
 ) -> None:
     """Call a function, and copy its results that have a target there."""
-    found = function(*args, **kwargs)
-    results = (found,) if isinstance(found, Tensor) else found
+    results = _tensors(function(*args, **kwargs))
     for target, result in zip(targets, results, strict=True):
         if target is not None:
             target.copy_(result)
