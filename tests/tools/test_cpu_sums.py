@@ -81,6 +81,22 @@ def test_sums_are_those_of_float64(case: str, dtype: torch.dtype) -> None:
     assert error > 2 * HALVES[dtype] or case == "layer norm of inputs"
 
 
+def test_float32_weights_of_a_layer_norm_get_float32() -> None:
+    """With inputs in 16 bits, the weights' gradients are those of wide inputs, not rounded."""
+    torch.manual_seed(0)
+    x, gradient = (torch.randn(N_TOKENS, 8).bfloat16() for _ in range(2))
+    leaves = [torch.ones(8), torch.zeros(8)]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    normal = F.layer_norm(x, (8,), *leaves)
+    with float32_sums():
+        found = torch.autograd.grad(normal, leaves, gradient)
+    wide = F.layer_norm(x.float(), (8,), *leaves)
+    expected = torch.autograd.grad(wide, leaves, gradient.float())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * other.abs().max().item())
+
+
 def test_float32_stays_pytorchs() -> None:
     for case in CASES.values():
         expected = case(torch.float32)

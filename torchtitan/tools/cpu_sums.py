@@ -69,12 +69,13 @@ def _index_put(
 
 
 def _layer_norm(original: Callable[..., Any], gradient: Tensor, x: Tensor, *args: Any) -> Any:
-    """Return the gradients of the inputs, of the weight and of the bias; None for those that are
-    not asked for."""
+    """Return the gradients of the inputs, of the weight and of the bias, whose type may be float32;
+    None for those that are not asked for."""
     shape, mean, root, weight, bias, wanted = args
     wide = [None if one is None else one.float() for one in (mean, root, weight, bias)]
     found = original(gradient.float(), x.float(), shape, *wide, wanted)
-    return tuple(None if one is None else one.to(gradient.dtype) for one in found)
+    of = zip(found, (x, weight, bias), strict=True)
+    return tuple(None if one is None else one.to(leaf.dtype) for one, leaf in of)
 
 
 _IN_FLOAT32: dict[str, Callable[..., Any]] = {
