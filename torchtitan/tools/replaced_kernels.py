@@ -33,12 +33,15 @@ class ReplacedKernels:
         """Replace the operations in the block."""
         libraries = self._libraries
         with self._entering:
-            libraries.append(libraries[0] if libraries else torch.library.Library("aten", "IMPL"))
-            if len(libraries) == 1:
-                for name, implementation in self._choose().items():
-                    libraries[0].impl(name, implementation, "CPU")
+            libraries.append(libraries[0] if libraries else self._replacing())
         try:
             yield
         finally:
             with self._entering:
                 libraries.pop()
+
+    def _replacing(self) -> torch.library.Library:
+        library = torch.library.Library("aten", "IMPL")
+        for name, implementation in self._choose().items():
+            library.impl(name, implementation, "CPU")
+        return library
