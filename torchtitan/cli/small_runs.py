@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 CHOSEN = ("--config", "--dial", "--budget", "--hours", "--dump_folder", "--config_file")
 """Options of the runs that the command sets."""
 
-DECIDING = ("model", "model_converters", "optimizer", "lr_scheduler", "training", "dataloader")
+DECIDING = (
+    *("model", "model_converters", "loss", "optimizer", "lr_scheduler"),
+    *("training", "dataloader"),
+)
 """Sections of a run's configuration that its loss follows from."""
 
 SCORES = ("bits_per_byte", "centered_accuracy")
@@ -147,10 +150,11 @@ class SmallRun:
 
 
 def _values(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Return option → value."""
+    """Return option → value, and section → names of its sections, such as groups of parameters."""
     if not isinstance(section, dict):
         yield prefix, section
         return
+    yield prefix, sorted(key for key, value in section.items() if isinstance(value, dict))
     for key, value in section.items():
         yield from _values(value, f"{prefix}.{key}")
 
