@@ -396,6 +396,7 @@ def test_the_entry_point_of_one_process(
         (["migrate", "--config_file", "a.yml"], ["--config_file; the file needs no option"]),
         (["migrate", "a.yml", "b.yml"], ["b.yml; one FILE is read, and written to --out"]),
         (["migrate", "a.yml", "--lr", "1"], ["--lr; set values of the file in it"]),
+        (["migrate", "a.yml", "--devcies", "2"], ["--devcies; did you mean '--devices'?"]),
         (["merge-lora"], ["use torchtitan convert, which merges an adapter"]),
         (["ls", "everything"], ["everything"]),
         (["new"], ["required: path", "torchtitan new --help"]),

@@ -1,6 +1,7 @@
 """`torchtitan migrate`: rewrite a configuration of another library as ours."""
 
 import argparse
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from torchtitan.config.migration.outcome import OUTCOMES, Migration
 from torchtitan.config.migration.reading import KINDS, read_command, read_foreign
 from torchtitan.config.migration.trl import METHODS
 from torchtitan.tools import durable
-from torchtitan.tools.errors import UserError
+from torchtitan.tools.errors import UserError, suggest
 from torchtitan.tools.logging import presentable
 from torchtitan.tools.parser import Parser
 
@@ -62,7 +63,8 @@ def _answer(parser: Parser, others: Sequence[str]) -> NoReturn:
     if name in ("--output", "--output_dir", "-o"):
         parser.error(f"unrecognized argument {name}; use --out")
     if name.startswith("--"):
-        parser.error(f"unrecognized argument {name}; set values of the file in it")
+        meant = suggest(name, re.findall(r"--[\w-]+", parser.format_usage()), cutoff=0.75)
+        parser.error(f"unrecognized argument {name}{meant or '; set values of the file in it'}")
     parser.error(f"unrecognized argument {name}; one FILE is read, and written to --out")
 
 
