@@ -117,7 +117,7 @@ def _describe(run: RunRecord, step: int | None) -> Iterator[str]:
     config = run.config
     method = {"module": config.get("module"), "configuration": config.get("config")}
     method = {key: value for key, value in method.items() if value is not None}
-    replaced = {other for key, other in _REPLACED.items() if config.get(key) not in _UNSET}
+    replaced = {other: key for key, other in _REPLACED.items() if config.get(key) not in _UNSET}
     told = [key for key in _OPTIONS if config.get(key) not in _UNSET and key not in replaced]
     method |= {key: config[key] for key in told}
     method |= {
@@ -137,9 +137,8 @@ def _describe(run: RunRecord, step: int | None) -> Iterator[str]:
             yield _table(section.title, facts)
     if command := run.start.get("command"):
         yield f"## Command\n\n```bash\n{command}\n```\n"
-        for key in sorted(replaced):
+        for key, by in replaced.items():
             if re.search(rf"--{re.escape(key)}\b", command):
-                by = next(option for option, other in _REPLACED.items() if other == key)
                 yield f"`--{key}` had no effect: `{by}` was {config[by]}.\n"
 
 
