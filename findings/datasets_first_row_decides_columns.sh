@@ -5,8 +5,8 @@
 #
 # Truth: datasets 5.2 takes the keys of the first row, as pyarrow's `Table.from_pylist` does. What
 #   only later rows have is dropped, without a message: system prompts, tools, rejected answers, images.
-#   `map` drops so what a function adds to later rows only. A stream (`IterableDataset`) keeps all of
-#   it, so the same rows train differently.
+#   `map` also drops the columns that a function adds to later rows only. A stream (`IterableDataset`)
+#   keeps all of it, so the same rows train differently.
 #
 # What a trainer must do: read rows with its own reader, or give `features` with the keys of all rows;
 # and compare what arrives with a row that has a key that the first one lacks.
@@ -20,6 +20,7 @@ export HF_HOME="$folder/home" HF_DATASETS_DISABLE_PROGRESS_BARS=1
 import warnings
 
 import datasets
+import pandas
 import pyarrow
 
 warnings.simplefilter("error")
@@ -34,6 +35,9 @@ def rows():
     yield from ROWS
 
 
+streamed = list(datasets.IterableDataset.from_generator(rows))
+print(f"IterableDataset.from_generator: {streamed}")
+assert streamed == ROWS
 found = {
     "pyarrow.Table.from_pylist": pyarrow.Table.from_pylist(ROWS).to_pylist(),
     "Dataset.from_list": list(datasets.Dataset.from_list(ROWS)),
@@ -55,5 +59,6 @@ assert streamed[1] == {"n": 1, "odd": True}
 
 whole = datasets.concatenate_datasets([datasets.Dataset.from_list([row]) for row in ROWS])
 assert [row["system"] for row in whole] == [None, ROWS[1]["system"]]
+assert "system" in pandas.DataFrame(ROWS)
 print("as described")
 PYTHON

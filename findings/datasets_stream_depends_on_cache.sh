@@ -3,8 +3,8 @@
 #   cache, and does not depend on what other programs did before.
 #
 # Truth: datasets 5.2 gives the stream the columns that its cache of files has for the same function. If
-#   `Dataset.from_generator(rows)` was called before, in this process or weeks ago in another, the stream
-#   drops the keys that the first row lacks, without a message: on this machine, not on the next.
+#   `Dataset.from_generator(rows)` was called before, in this process or an earlier one, the stream drops
+#   the keys that the first row lacks, without a message: on this machine, not on the next.
 #
 # What a trainer must do: call the function itself, or give `features`; do not compare a stream with a
 # Dataset of the same function to find out whether rows arrive whole.
@@ -25,6 +25,7 @@ ROWS = [
     {"prompt": "2 + 2?", "answer": "4"},
     {"prompt": "3 + 3?", "answer": "6", "system": "Answer in a word."},
 ]
+WITHOUT = [ROWS[0], {"prompt": "3 + 3?", "answer": "6"}]
 
 
 def rows():
@@ -37,8 +38,9 @@ if sys.argv[1] == "before":
     print("datasets", datasets.__version__)
     assert stream == ROWS
     datasets.Dataset.from_generator(rows)
+    assert list(datasets.IterableDataset.from_generator(rows)) == WITHOUT
 else:
-    assert stream == [ROWS[0], {"prompt": "3 + 3?", "answer": "6"}]
+    assert stream == WITHOUT
     features = datasets.Features(dict.fromkeys(ROWS[1], datasets.Value("string")))
     named = list(datasets.IterableDataset.from_generator(rows, features=features))
     print(f"with features: {named}")

@@ -6,7 +6,7 @@
 #   drops the rest without a message. Of texts of four windows, three quarters train nothing, and an
 #   epoch is shorter. "bfd_split" and "wrapped" keep all tokens.
 #
-# What a trainer must do: split long texts over windows, or say how many tokens it leaves out; and count
+# What a trainer must do: split long texts over windows, or report how many tokens it drops; and count
 # the tokens of an epoch before two trainers are compared by it.
 set -euo pipefail
 folder=$(mktemp -d)
@@ -15,6 +15,7 @@ python3 -m venv "$folder/venv"
 "$folder/venv/bin/pip" install -q torch==2.13.0 transformers==5.23.0 trl==1.16.0 datasets==5.2.0 accelerate==1.15.0
 export HF_HOME="$folder/home" HF_DATASETS_DISABLE_PROGRESS_BARS=1
 cat > "$folder/try.py" <<'PYTHON'
+import logging
 import re
 import sys
 import warnings
@@ -57,11 +58,16 @@ def tokens(**options):
 default = trl.SFTConfig(output_dir=sys.argv[1], use_cpu=True, bf16=False)
 print("defaults:", default.packing_strategy, default.max_length)
 assert (default.packing_strategy, default.max_length) == ("bfd", 1024)
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    found = tokens()
-about = [str(one.message) for one in caught if re.search("drop|cut|longer", str(one.message))]
-print(f"packing=True: {len(found)} of {expected} tokens, messages about it: {about}")
+messages = []
+handler = logging.Handler()
+handler.emit = lambda record: messages.append(record.getMessage())
+for name in ("", "transformers", "trl"):
+    logging.getLogger(name).addHandler(handler)
+logging.captureWarnings(True)
+warnings.simplefilter("always")
+found = tokens()
+about = [message for message in messages if re.search("(?i)drop|cut|longer|trunc", message)]
+print(f"packing=True: {len(found)} of {expected} tokens, messages about it: {about} of {len(messages)}")
 assert len(found) == 10 + 7 + 5 and table["w39"] not in found and not about
 for strategy in ("bfd_split", "wrapped"):
     kept = tokens(packing_strategy=strategy)

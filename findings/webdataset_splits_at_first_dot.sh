@@ -3,9 +3,9 @@
 #   what follows the last dot (`os.path.splitext`): `paper-1.5.txt` and `paper-1.7.txt` are two samples.
 #
 # Truth: webdataset 1.0 cuts names at the first dot, so that `0001.seg.png` may be a part of `0001`.
-#   Versions, decimals and dates in names are then extensions: neighbors become one sample, of which
-#   a run that asks for "txt" finds none. Without a message, the sample is passed over or is an error
-#   about its missing key; two samples of the same version (`v1.0-a.txt`, `v1.0-b.txt`) also join.
+#   Versions, decimals and dates in names are then extensions: neighbors become one sample, which has no
+#   "txt". `to_tuple("txt")` raises an error; a selection of the samples with "txt" passes it over without a
+#   message. Two samples of the same version (`v1.0-a.txt`, `v1.0-b.txt`) also become one.
 #
 # What a trainer must do: cut at the first dot as webdataset does, say how many members had an
 # extension that it does not read, and name samples without dots when it writes.
@@ -30,29 +30,38 @@ print("webdataset", importlib.metadata.version("webdataset"))
 archive = f"{sys.argv[1]}/a.tar"
 
 
-def samples(names, *stages):
+def archive_of(names):
     with tarfile.open(archive, "w") as file:
         for name in names:
             info = tarfile.TarInfo(name)
             info.size = len(name)
             file.addfile(info, io.BytesIO(name.encode()))
-    read = webdataset.WebDataset(archive, shardshuffle=False).compose(*stages)
+    return webdataset.WebDataset(archive, shardshuffle=False)
+
+
+def samples(read):
     return [{key: value for key, value in sample.items() if key[:2] != "__"} for sample in read]
 
 
-texts = [lambda source: (sample for sample in source if "txt" in sample)]
 dotted = ["paper-1.5.txt", "paper-1.7.txt", "notes.txt"]
 assert [os.path.splitext(name)[1] for name in dotted] == [".txt"] * 3
-found = samples(dotted)
+found = samples(archive_of(dotted))
 print(found)
 assert found == [{"5.txt": b"paper-1.5.txt", "7.txt": b"paper-1.7.txt"}, {"txt": b"notes.txt"}]
-only = samples(dotted, *texts)
+only = samples(archive_of(dotted).select(lambda sample: "txt" in sample))
 print("with a txt:", only)
 assert only == [{"txt": b"notes.txt"}]
+try:
+    list(archive_of(dotted).to_tuple("txt"))
+except ValueError as error:
+    print("to_tuple:", error)
+else:
+    raise AssertionError("no error")
 
-versions = samples(["v1.0-a.txt", "v1.0-b.txt"])
+versions = samples(archive_of(["v1.0-a.txt", "v1.0-b.txt"]))
 print(versions)
 assert versions == [{"0-a.txt": b"v1.0-a.txt", "0-b.txt": b"v1.0-b.txt"}]
-assert samples(["0001.png", "0001.seg.png"]) == [{"png": b"0001.png", "seg.png": b"0001.seg.png"}]
+parts = samples(archive_of(["0001.png", "0001.seg.png"]))
+assert parts == [{"png": b"0001.png", "seg.png": b"0001.seg.png"}]
 print("as described")
 PYTHON
