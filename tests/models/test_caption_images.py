@@ -34,7 +34,10 @@ from tests.training import ABSENT, killed_in, read_metrics, run, train
 from tests.vision_types_of_captions import CAPTION_TYPES
 from torchtitan.components.images.files import ImageOpener
 from torchtitan.experiments.reward.rating import RewardModel
+from torchtitan.models.transformers.captions import blank_image
+from torchtitan.models.transformers.image_flops import ImageFlops
 from torchtitan.models.transformers.model import TransformersModel
+from torchtitan.protocols.images import ImageInputs
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -567,6 +570,28 @@ def test_text_alone_is_refused(folders: Callable[[str], Path], tmp_path: Path) -
         pytest.raises(UserError, match="blip-2 does not compute text alone: its class needs an"),
     ):
         train(tmp_path / "run", **options(folders("blip-2"), rows) | more)
+
+
+def test_operations_are_counted_once_for_prompts_of_a_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the whole batch, whatever shorter prompts it has."""
+    document = json.loads(vision_model("instructblip").config.to_json_string(use_diff=False))
+    model = TransformersModel.Config.of(document).build()
+    given = {name: x.expand(2, *x.shape[1:]) for name, x in blank_image(model.model).items()}
+    counted, count = [], ImageFlops._count
+    monkeypatch.setattr(
+        ImageFlops, "_count", lambda self, tensors: counted.append(1) or count(self, tensors)
+    )
+    flops = []
+    for n_tokens, n_padding in ((5, 0), (5, 2), (8, 2)):
+        mask = torch.ones(2, n_tokens, dtype=torch.long)
+        mask[1, n_tokens - n_padding :] = 0
+        prompts = {"qformer_input_ids": 4 * mask, "qformer_attention_mask": mask}
+        images = ImageInputs(tensors=given | prompts, token_types_BL=torch.ones(2, 4))
+        flops.append(model.image_flops(images))
+    assert 0 < flops[0] == flops[1] < flops[2]
+    assert len(counted) == 2
 
 
 @pytest.mark.parametrize("model_type", CAPTION_TYPES)

@@ -192,5 +192,5 @@ class ImageFlops:
 def _sizes(name: str, tensor: Tensor) -> object:
     """Return what the operations depend on: the shape of pixels and prompts, and the values of
     sizes."""
-    is_content = tensor.is_floating_point() or tensor.numel() > 4096 or name.endswith("input_ids")
+    is_content = tensor.is_floating_point() or tensor.numel() > 4096 or name.startswith("qformer_")
     return tuple(tensor.shape) if is_content else tuple(tensor.flatten().tolist())
