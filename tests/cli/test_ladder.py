@@ -187,7 +187,7 @@ def test_an_interrupted_run_of_other_options_or_rules_is_refused(tmp_path, capsy
     message = "was begun with another optimizer.weight_decay"
     assert message in capsys.readouterr().err
     assert main([*words, "--optimizer.lr", "2e-3"]) == 2
-    assert "another optimizer.lr (0.004), and would go on with 0.002" in capsys.readouterr().err
+    assert "another optimizer.lr (0.004), and would continue with 0.002" in capsys.readouterr().err
     monkeypatch.undo()
     monkeypatch.setattr(small_runs, "run_torchtitan", lambda words, **_: started.append(words))
     resolved.config.optimizer.param_groups.popitem()  # as a rule with fewer groups

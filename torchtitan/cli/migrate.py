@@ -56,7 +56,7 @@ def migrate(args: Sequence[str]) -> int:
 
 
 def _answer(parser: Parser, others: Sequence[str]) -> NoReturn:
-    """Report words that are no argument."""
+    """Report unrecognized arguments."""
     name = others[0].partition("=")[0]
     if name in ("--config_file", "--file", "--recipe"):
         parser.error(f"unrecognized argument {name}; the file needs no option before it")

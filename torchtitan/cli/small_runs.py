@@ -117,8 +117,8 @@ class SmallRun:
                 if option not in CHOSEN_BY_RUN and theirs.get(option, value) != value:
                     raise UserError(
                         f"'{self.folder}' was begun with another {option} ({theirs[option]}), and "
-                        f"would go on with {value}; repeat the first command, remove the folder, "
-                        "or set another --out"
+                        f"would continue with {value}; repeat the first command, remove the "
+                        "folder, or set another --out"
                     )
 
     def train(self) -> int:

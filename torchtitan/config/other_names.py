@@ -524,7 +524,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "added_tokens_overrides": "--tokenizer.added_tokens, for tokens with new ids",
     "bnb_config_kwargs": f"{_QLORA}, whose weights are in NF4",
     "comet_project_name": _LOGGERS,
-    "cosine_constant_lr_ratio": "--lr_scheduler.total_steps, where the rate ends to fall",
+    "cosine_constant_lr_ratio": "--lr_scheduler.total_steps, the step where the rate stops falling",
     "dataloader.type": "nothing: formats are found by the columns; --dataloader.format names one",
     "dataset_exact_deduplication": "`torchtitan data prepare`, which removes equal texts",
     "dataset_shard_num": "nothing: data is read in full; name some of its files",

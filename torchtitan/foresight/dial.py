@@ -172,7 +172,7 @@ def _predictions(
     share = vocabulary * config.model_spec.model.dim / cost.parameters
     size = f"{cost.parameters:,.0f} parameters per token, {share:.0%} of them the output head"
     found = {"cost": f"{cost.flops:.3g} FLOPs; {size}"}
-    if tokenizer:
+    if tokenizer is not None:
         found |= _time_and_memory(config, world_size) if config.predict else {}
         found["loss"] = _loss(config, cost, setting_of(config, tokenizer))
     return found

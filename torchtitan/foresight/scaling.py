@@ -73,7 +73,7 @@ BASE_RATE = 8e-3
 """Peak learning rate of AdamW at the base size (measured, docs/scaling.md)."""
 
 MUON_BASE_RATE = 1.6e-2
-"""The same of Muon, whose updates are scaled to AdamW's, and of AdamW for the rest beside it."""
+"""Peak learning rate of Muon, whose updates are scaled to AdamW's, and of AdamW next to it."""
 
 TOKENS_PER_PARAMETER = 20.0
 WIDTH_PER_LAYER = 64

@@ -207,7 +207,7 @@ def _data(migration: Migration) -> None:
 
 
 def _text_column(migration: Migration, sets: Sequence[Mapping[str, object]]) -> list[str]:
-    """Read the column of pre-training's text, which is no list of columns."""
+    """Set the column of pre-training's text, and return the columns to rename: none."""
     named = {one.get("text_column") or one.get("field") or "text" for one in sets}
     if len(named) == 1:
         migration.set(dataloader__text_column=str(*named))

@@ -320,7 +320,7 @@ SHARDING = "FSDP shards the weights over all processes by default (NGPU=8)"
 _KERNELS = "attention, norms and losses need no option here"
 _HUB = "`torchtitan push` publishes a model"
 WHOLE_LAYERS = (
-    "no layer is trained whole next to adapters; where the head is not tied to the embedding, "
+    "no layer is trained whole next to adapters; if the head is not tied to the embedding, "
     "adapt both: name them in --model_converters.lora.include, after the layers that are adapted"
 )
 
@@ -393,7 +393,7 @@ _OUTSIDE_BLOCKS = {"lm_head", "embed_tokens"}
 
 
 def _drop_dropout(migration: Migration) -> None:
-    """Train adapters without dropout, which those of the head and the embedding cannot have."""
+    """Train adapters without dropout, since adapters of the head and embedding cannot have it."""
     option = f"{_LORA}dropout"
     if not (value := migration.options.get(option)):
         return

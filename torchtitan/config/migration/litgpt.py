@@ -114,7 +114,7 @@ def migrate_litgpt(migration: Migration) -> None:
 
 
 def _name_as_in_files(migration: Migration) -> None:
-    """Read the arguments of the data by their names in files; command lines also leave out
+    """Read the arguments of the data by their names in files; command lines may omit
     `init_args`."""
     for key in migration.keys():
         section, _, name = key.partition(".")
