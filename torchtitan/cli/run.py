@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from torchtitan.config.yaml_files import read_config_file
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, errors_of, os_errors_as, require, suggest
 from torchtitan.tools.files import read_object
-from torchtitan.tools.logging import for_output, logger
+from torchtitan.tools.logging import for_output, logger, presentable
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.redact import redacted
 
@@ -98,8 +98,15 @@ def run(args: Sequence[str]) -> int:
 def _run(options: argparse.Namespace) -> int:
     folder = options.folder or Path("outputs", options.recipe.stem)
     stages = _read(options.recipe, folder, options.hours)
-    _show(stages)
-    return 0 if options.plan else _run_stages(stages, folder)
+    if options.plan:
+        for line in _commands(stages):
+            print(presentable(line))
+        return 0
+    # a recipe is trusted like a script, and may be stopped before it runs any command
+    logger.info("the stages of the recipe run these commands:")
+    for line in _commands(stages):
+        logger.info("%s", line)
+    return _run_stages(stages, folder)
 
 
 def _read(path: Path, folder: Path, hours: float | None) -> list[_Stage]:
@@ -234,13 +241,11 @@ def _exported(stage: str, words: list[str], own: Path) -> Path | None:
     return Path(str(folder), f"step-{max(steps)}", "config.json") if steps else None
 
 
-def _show(stages: list[_Stage]) -> None:
-    """Print the command of each stage: a recipe is trusted like a script, and may be stopped before
-    it runs any."""
-    logger.info("the stages of the recipe run these commands:")
+def _commands(stages: Sequence[_Stage]) -> Iterator[str]:
+    """Yield the name and command of each stage."""
     for stage in stages:
         base = f" (base: {stage.base})" if stage.base else ""
-        logger.info("%s: %s%s", stage.name, _shown(stage.words), base)
+        yield f"{stage.name}: {_shown(stage.words)}{base}"
 
 
 def _shown(words: Sequence[str]) -> str:
