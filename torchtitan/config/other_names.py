@@ -37,6 +37,7 @@ _HELD_OUT = "--validator.dataset: a dataset of its own"
 _VALIDATION = "--validator.freq, after --validator.enable"
 _RANK = f"--model_converters.lora.rank {_LORA_CONFIG}"
 _TARGETS = f"--model_converters.lora.include {_LORA_CONFIG}"
+_NUMBERED = r"patterns in --model_converters.lora.include, such as ^layers\.[01]\.attention\.wq$"
 _ATTENTION = "nothing: the fastest kernel for the device and the masks is chosen"
 _ACCUMULATED = "nothing: losses are means over the tokens of all micro-batches"
 _SHARDING = "--parallelism.data_parallel_shard_degree, by default all processes (FSDP2)"
@@ -534,7 +535,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "do_bench_eval": _ANSWERS,
     "dp_replicate_size": "--parallelism.data_parallel_replicate_degree",
     "dp_shard_size": _SHARDING,
-    "embedding_lr": "--optimizer.param_groups, groups of parameters with their own rates",
+    "embedding_lr": _SEPARATE_RATE,
     "eval_causal_lm_metrics": _ANSWERS,
     "eval_sample_packing": "nothing: validation packs as training does",
     "excess_length_strategy": "--dataloader.too_long drop, error, truncate_left or truncate_right",
@@ -547,12 +548,12 @@ OTHER_NAMES: Mapping[str, str] = {
     "lisa_n_layers": _FREEZE,
     "lora_on_cpu": _REMOVED,
     "low_cpu_mem_usage": "nothing: each process reads its own part of the weights",
-    "lr_groups": "--optimizer.param_groups, groups of parameters with their own rates",
+    "lr_groups": _SEPARATE_RATE,
     "max_packed_sequence_len": _SEQ_LEN,
     "mlflow_experiment_name": "--metrics.enable_mlflow, with the variable MLFLOW_EXPERIMENT_NAME",
     "mlflow_tracking_uri": "--metrics.enable_mlflow, with the variable MLFLOW_TRACKING_URI",
     "num_processes": _PROCESSES,
-    "peft_layers_to_transform": _TARGETS,
+    "peft_layers_to_transform": _NUMBERED,
     "process_reward_model": "--module reward, which rates whole answers",
     "qat.activation_dtype": "a configuration with its converter, such as llama3_debugmodel_qat",
     "relora_steps": _REMOVED,
@@ -563,6 +564,6 @@ OTHER_NAMES: Mapping[str, str] = {
     "tiled_mlp": _RECOMPUTE,
     "tokenizer_save_jinja_files": "nothing: checkpoints have the template in chat_template.jinja",
     "torchao_optimizer": "--optimizer.name AdamW8bit",
-    "vllm.gpu_memory_utilization": "nothing: the server of --rollout.engine vllm has it",
+    "vllm.gpu_memory_utilization": _SERVER,
 }
 """Name of an option elsewhere, without dashes before it → what to use here."""

@@ -205,6 +205,13 @@ def test_the_reward_of_thoughts_is_that_of_trl(files, tmp_path):
     assert {*theirs} == {0.0, 1.0}
 
 
+def test_numbers_of_layers_are_no_names_of_layers(files, tmp_path):
+    text = AXOLOTL + LORA.replace("lora_target_linear: true", "lora_target_modules: [q_proj]")
+    migration = of(text + "peft_layers_to_transform: [0, 1]\n", files, tmp_path)
+    assert migration.options["model_converters.lora.include"] == ["q_proj"]
+    assert rows_of(migration)["peft_layers_to_transform"].outcome == "without a counterpart"
+
+
 @pytest.mark.parametrize("head", ["--lora_head true", "--lora_head true --lora_dropout 0.1"])
 def test_an_adapter_of_the_head_has_no_dropout(head, files, tmp_path):
     migration = of(f"litgpt finetune_lora m {head}", files, tmp_path, "train.sh")
