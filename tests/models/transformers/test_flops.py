@@ -8,7 +8,12 @@ from transformers import CONFIG_MAPPING
 
 from torchtitan.models import llama3, qwen3
 from torchtitan.models.transformers.description import build_class
-from torchtitan.models.transformers.flops import _EqualLayers, _WithoutValues, forward_flops
+from torchtitan.models.transformers.flops import (
+    _EqualLayers,
+    _n_used,
+    _WithoutValues,
+    forward_flops,
+)
 from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.models.transformers.tiny import tiny_config
 
@@ -77,6 +82,15 @@ def test_a_class_that_reads_values_is_estimated(caplog):
     experts = sum(p.numel() for p in model.parameters() if p.ndim == 3)
     assert model.flops_per_token(64) == 6 * (matrices(model) - experts * (1 - 2 / 8))
     assert "estimated" in caplog.text
+
+
+def test_all_experts_count_if_the_class_may_choose_any_number():
+    """Some configurations have None."""
+    with torch.device("meta"):
+        plain = build_class(tiny_config(CONFIG_MAPPING["deepseek_v2"]()))
+    plain.config.num_experts_per_tok = None
+    assert any(p.ndim == 3 for p in plain.parameters())
+    assert _n_used(plain) == matrices(plain)
 
 
 def test_each_layer_adds_the_same():

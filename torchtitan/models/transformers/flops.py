@@ -121,10 +121,14 @@ def forward_flops(plain: nn.Module, seq_len: int, *, is_recurrent: bool) -> floa
 
 
 def _n_used(plain: nn.Module) -> float:
-    """Return the values of matrices that multiply a token, on average."""
+    """Return the values of matrices that multiply a token, on average; of all experts if the
+    configuration does not say how many a token chooses."""
     text: Any = plain.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-    n_experts = getattr(text, "num_local_experts", 0) + (getattr(text, "zero_expert_num", 0) or 0)
-    part = getattr(text, "num_experts_per_tok", 0) / n_experts if n_experts else 1.0
+    n_read, n_other, n_chosen = (
+        getattr(text, name, None)
+        for name in ("num_local_experts", "zero_expert_num", "num_experts_per_tok")
+    )
+    part = n_chosen / (n_read + (n_other or 0)) if n_read and n_chosen else 1.0
     matrices = {name: value for name, value in plain.named_parameters() if value.ndim > 1}
     return sum(
         value.numel() * (part if value.ndim == 3 and ".experts." in name else 1.0)
