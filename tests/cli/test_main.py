@@ -21,6 +21,7 @@ from tests.conftest import PROJECT
 from tests.training import TINY, flags
 from torchtitan.cli.main import main
 from torchtitan.tools import process
+from torchtitan.tools.errors import UserError
 from torchtitan.tools.process import COMMAND_VARIABLE, StopRequest, StopSignals
 
 CONFIG_OF = """
@@ -360,6 +361,39 @@ def test_environment_variables(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     check_mistake(in_workplace, capfd, "", words)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({}, "no login"),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "localhost"}, "no login"),
+        ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "localhost"}, "checked"),
+        ({"COMM_MODE": "fake_backend"}, "dry run"),
+    ],
+)
+def test_logins_are_asked_where_metrics_are_sent(
+    variables: dict[str, str],
+    message: str,
+    in_workplace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """On the first host, not in dry runs."""
+    ends = {
+        "torchtitan.components.observe.metrics.MetricsProcessor.Config.check_logins": "no login",
+        "torchtitan.trainer.config.RunConfig.check": "checked",
+        "torchtitan.cli.train._dry_run": "dry run",
+    }
+    for place, end in ends.items():
+
+        def stop(*args: object, end: str = end) -> None:
+            raise UserError(end)
+
+        monkeypatch.setattr(place, stop)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    check_mistake(in_workplace, capfd, "", (message,))
 
 
 def test_more_processes_than_gpus(

@@ -73,6 +73,8 @@ def _train(args: list[str]) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     hosts, processes = Hosts.from_environment(), _processes()
     check_log_ranks(hosts.count * processes)
+    if hosts.rank == 0:  # whose first process alone sends metrics
+        resolved.config.metrics.check_logins()
     if resolved.config.parallelism.auto:
         from torchtitan.cli.auto_layout import layout_words
 

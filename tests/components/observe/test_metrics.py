@@ -473,15 +473,17 @@ class TestWandB:
         for mode in ("offline", "disabled"):
             settings = SimpleNamespace(settings=SimpleNamespace(mode=mode))
             monkeypatch.setattr("wandb.setup", lambda settings=settings: settings)
-            self.CONFIG.validate()
+            self.CONFIG.check_logins()
         assert logins == []
         online = SimpleNamespace(settings=SimpleNamespace(mode="online"))
         monkeypatch.setattr("wandb.setup", lambda: online)
+        self.CONFIG.validate()  # such as of a dry run, or of a host that sends no metrics
+        assert logins == []
         with pytest.raises(UserError, match="not logged in; run `wandb login`, set WANDB_MODE"):
-            self.CONFIG.validate()
+            self.CONFIG.check_logins()
         assert logins == [{"prompt": False, "verify": False}]
         monkeypatch.setattr("wandb.login", lambda **options: True)
-        self.CONFIG.validate()
+        self.CONFIG.check_logins()
 
     def test_a_folder_named_wandb_is_not_the_package(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

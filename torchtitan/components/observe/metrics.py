@@ -129,7 +129,13 @@ class MetricsProcessor(Configurable):
         def validate(self) -> None:
             check_ranges("metrics", self)
             for tracker in self.trackers():
-                tracker.check_ready()
+                tracker.check_installed()
+
+        def check_logins(self) -> None:
+            """Raise `UserError` if a tracker does not know the user. It asks the tracker, which
+            starts a process of its own, on this host."""
+            for tracker in self.trackers():
+                tracker.check_login()
 
         def trackers(self) -> list[type[Tracker]]:
             """Return the chosen trackers of experiments."""

@@ -46,14 +46,18 @@ class Tracker(Sink):
         `UserError` if the tracker does not start."""
 
     @classmethod
-    def check_ready(cls) -> None:
-        """Raise `UserError` if its package is not installed, or does not know the user."""
+    def check_installed(cls) -> None:
+        """Raise `UserError` if its package is not installed."""
         spec = importlib.util.find_spec(cls.package)
         # no origin: only a folder of that name, such as W&B's own output
         if spec is None or spec.origin is None:
             raise UserError(
                 f"{cls.option} needs the package {cls.package}: pip install {cls.package}"
             )
+
+    @classmethod
+    def check_login(cls) -> None:
+        """Raise `UserError` if its package does not know the user."""
 
 
 _WITHOUT_LOGIN = "run `wandb login`, set WANDB_MODE=offline, or remove --metrics.enable_wandb"
@@ -65,8 +69,7 @@ class WandB(Tracker):
     package, option = "wandb", "--metrics.enable_wandb"
 
     @classmethod
-    def check_ready(cls) -> None:
-        super().check_ready()
+    def check_login(cls) -> None:
         import wandb
 
         # Its settings are also those of the file that `wandb offline` writes.
