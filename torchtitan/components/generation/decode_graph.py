@@ -31,9 +31,9 @@ Compute = Callable[[Tensor, AttentionMetadata], Tensor]
 
 Step = Callable[[], Tensor]
 Capture = Callable[[Step, Sequence[Tensor], torch.device], Step]
-"""Records the operations of a step, which returns logits, without effects that repeating it has
-not. The returned function repeats them, on the same memory. The sequence has all tensors from
-outside that a step may read. Raises `NotRecordable` if others can only be computed anew."""
+"""Records the operations of a step, which returns logits. Recording has no effects that repeating
+does not have. The returned function repeats them, on the same memory. The sequence has all tensors
+from outside that a step may read. Raises `NotRecordable` if each step must be computed."""
 
 
 class Device(NamedTuple):

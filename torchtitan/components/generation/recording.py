@@ -33,7 +33,7 @@ _HOST_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}
 
 _COPIES = {converting_operation(), torch.ops.aten.clone.default}
 _ATTENTION = cpu_attention_operation()
-"""Drops no scores, which random numbers choose: the kernel supports it only in name."""
+"""Draws no random numbers, although its tags say so: its kernel supports no dropout."""
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 _ALIGNMENT = 64  # bytes, of the memory of results
 
@@ -126,8 +126,8 @@ class _Recorder(TorchDispatchMode):
 
 @functools.cache
 def _check_operation(operation: Any, is_constant: bool) -> None:
-    """Raise `NotRecordable` if an operation, of constant arguments or not, may have another result
-    in the next step than one of its arguments, or tells it to the host."""
+    """Raise `NotRecordable` if an operation may depend on more than its arguments, changes the
+    shape of one, or tells the host values, unless its arguments are constant."""
     tags = set(operation.tags)
     if operation.namespace != "aten" or (
         torch.Tag.nondeterministic_seeded in tags and operation is not _ATTENTION

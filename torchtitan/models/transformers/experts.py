@@ -83,8 +83,8 @@ class ClassExperts(StackedExperts):
 
 
 class EvenExperts(StackedExperts):
-    """Mixin before Llama 4's experts, which get the rows of all tokens each, so that they may be
-    kept in few bits."""
+    """Mixin before Llama 4's experts, each of which gets the rows of all tokens, so that they may
+    be kept in few bits."""
 
     own_forward: Callable[..., Tensor]
     act_fn: Callable[..., Tensor]
