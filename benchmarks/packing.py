@@ -95,12 +95,13 @@ def batches_of(
             if to_longest
             else [SEQ_LEN]
         )
-        batches.append(
-            to_batch(
-                [{name: tokens[: max(ends)] for name, tokens in window.items()} for window in part]
-            )
-        )
+        batches.append(to_batch([_first(window, max(ends)) for window in part]))
     return batches
+
+
+def _first(window: dict[str, Array], n_tokens: int) -> dict[str, Array]:
+    """Return a window with its first tokens only; it also has numbers, of its whole."""
+    return {name: value[:n_tokens] if value.ndim else value for name, value in window.items()}
 
 
 def seconds_of(model: Llama3Model, batches: Sequence[Batch], *, masked: bool) -> float:
