@@ -18,6 +18,7 @@ from huggingface_hub import errors
 from huggingface_hub.hf_api import RepoSibling
 
 from torchtitan.cli.main import main
+from torchtitan.components.weights import assets
 
 FILES = [
     *(
@@ -95,6 +96,16 @@ def test_only_needed_files_are_downloaded(hub, capsys, flag, files):
     folder = Path("assets/hf/Model-8B")
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == files
     assert capsys.readouterr().out == "downloaded someone/Model-8B to assets/hf/Model-8B\n"
+
+
+def test_what_reads_images_and_tools_is_downloaded(hub):
+    """All files that a run or a conversion copies, and templates besides the usual one."""
+    templates = ["additional_chat_templates/tool_use.jinja"]
+    unused = ["onnx/tokenizer.json", "additional_chat_templates/old/tool_use.jinja"]
+    hub.files = [*assets.FILES, *templates, *unused, "model.safetensors"]
+    assert main(["download", "someone/Model-8B"]) == 0
+    expected = {*assets.FILES, *templates, "model.safetensors"}
+    assert set(hub.download[1]["allow_patterns"]) == expected
 
 
 def test_pickled_weights_as_fallback(hub):

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import HfApi, RepoSibling
 
 _DESCRIPTION = """Fetch the model REPO_ID, for example meta-llama/Llama-3.1-8B, from the Hugging
-Face Hub: weights (as safetensors, or else as pytorch_model.bin), configuration, tokenizer. Use the
-folder as --hf_assets_path. The files appear in it once all have the digests that the Hub lists
-(SHA-256; for small files, git's SHA-1). Existing files are not downloaded again. For private
-repositories, or ones that require accepting a license, set the environment variable HF_TOKEN."""
+Face Hub: weights (as safetensors, or else as pytorch_model.bin), configuration, tokenizer, and what
+prepares images. Use the folder as --hf_assets_path. The files appear in it once all have the
+digests that the Hub lists (SHA-256; for small files, git's SHA-1). Existing files are not
+downloaded again. For private repositories, or ones that require accepting a license, set the
+environment variable HF_TOKEN."""
 
 _TOKENIZER = (
     *(
@@ -38,6 +39,9 @@ _TOKENIZER = (
     ),
     *("tekken.json", "tiktoken.model", "*.tiktoken"),
     *("added_tokens.json", "vocab.json", "merges.txt", "config.json", "generation_config.json"),
+    *("chat_template.json", "additional_chat_templates/*.jinja"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *("qformer_tokenizer/*.json", "qformer_tokenizer/vocab.txt"),
 )
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
@@ -241,5 +245,8 @@ def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     return [
         name
         for name in names
-        if "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+        if any(
+            fnmatch.fnmatch(name, pattern) and name.count("/") == pattern.count("/")
+            for pattern in patterns
+        )
     ]
