@@ -212,6 +212,18 @@ def test_numbers_of_layers_are_no_names_of_layers(files, tmp_path):
     assert rows_of(migration)["peft_layers_to_transform"].outcome == "without a counterpart"
 
 
+def test_columns_of_labeled_answers_of_llama_factory(files, tmp_path):
+    """The second column of a prompt is part of it, and other methods do not read labels."""
+    names = {"prompt": "task", "query": "text", "response": "reply", "kto_tag": "good"}
+    listed = {"rated": {"file_name": "rated.jsonl", "columns": names}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(listed))
+    text = FACTORY.replace("{folder}", str(tmp_path))
+    columns = ["input=text", "instruction=task", "label=good", "output=reply"]
+    for stage, expected in (("kto", columns), ("sft", [columns[0], columns[1], columns[3]])):
+        more = {"stage": stage, "dataset": "rated", "template": "llama3"}
+        assert of(text, files, tmp_path, **more).options["dataloader.columns"] == expected
+
+
 @pytest.mark.parametrize("head", ["--lora_head true", "--lora_head true --lora_dropout 0.1"])
 def test_an_adapter_of_the_head_has_no_dropout(head, files, tmp_path):
     migration = of(f"litgpt finetune_lora m {head}", files, tmp_path, "train.sh")

@@ -58,7 +58,6 @@ _COLUMNS = {
     "messages": "conversations",
     "images": "images",
 }
-_COLUMNS_OF_KTO = {**_COLUMNS, "prompt": "prompt", "response": "completion", "kto_tag": "label"}
 
 
 def migrate_llama_factory(migration: Migration) -> None:
@@ -244,12 +243,11 @@ def _sources(migration: Migration, key: str) -> tuple[list[str], list[str], set[
             hub = str(entry.get("hf_hub_url") or entry.get("ms_hub_url"))
             names.append(migration.dataset(hub, entry.get("subset"), None, entry.get("split")))
         renamed = entry.get("columns") or {}
-        is_kto = migration.config.startswith("kto")
-        names_here = _COLUMNS_OF_KTO if is_kto else _COLUMNS
+        ours = {**_COLUMNS, **({"kto_tag": "label"} if migration.config.startswith("kto") else {})}
         columns |= {
-            f"{names_here[ours]}={theirs}"
-            for ours, theirs in renamed.items()
-            if ours in names_here and theirs != names_here[ours]
+            f"{ours[key]}={theirs}"
+            for key, theirs in renamed.items()
+            if key in ours and theirs != ours[key]
         }
     return names, unknown, columns
 

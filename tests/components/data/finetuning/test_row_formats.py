@@ -35,6 +35,12 @@ QUESTION, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "cont
 SYSTEM = {"role": "system", "content": "s"}
 
 
+def turns(*texts: str) -> list[dict[str, object]]:
+    """Return messages of the user and the assistant by turns."""
+    sides = ("user", "assistant")
+    return [{"role": sides[n % 2], "content": text} for n, text in enumerate(texts)]
+
+
 def converted(row: dict, kind: str = "sft", format: str = "auto", mapping: dict | None = None):
     return find_format(list(row), format, mapping or {}, kind).convert(row)
 
@@ -466,6 +472,39 @@ class TestPreference:
             converted({**row, column: "better", "label": True}, "preference")
         with pytest.raises(EmptySample):
             converted({**row, column: []}, "preference")
+
+    @pytest.mark.parametrize("label", [True, False])
+    @pytest.mark.parametrize(
+        "row",
+        [
+            {"instruction": "q", "input": "i", "output": "a"},
+            {"instruction": "q", "input": "i", "response": "a"},
+            {"messages": turns("q\n\ni", "a")},
+            {
+                "conversations": [
+                    {"from": "human", "value": "q\n\ni"},
+                    {"from": "gpt", "value": "a"},
+                ]
+            },
+        ],
+    )
+    def test_conversations_with_a_label(self, row, label):
+        """As in LLaMA-Factory and ms-swift."""
+        expected = converted({"prompt": "q\n\ni", "completion": "a", "label": label}, "rated")
+        assert converted({**row, "label": label}, "rated") == expected
+        assert bool(expected.chosen) is label and bool(expected.rejected) is not label
+
+    @pytest.mark.parametrize(
+        ("messages", "fault"),
+        [
+            (turns("q", "a", "q"), "must be an answer"),
+            (turns("q", "a")[1:], "must be an answer to a prompt"),
+            ([*turns("q"), {**turns("q", "a")[1], "weight": 0}], "has the weight 0"),
+        ],
+    )
+    def test_a_label_rates_the_last_message(self, messages, fault):
+        with pytest.raises(BrokenSample, match=f"^label rates the last message, which {fault}"):
+            converted({"messages": messages, "label": True}, "rated")
 
     def test_texts_after_a_prompt(self):
         pair = converted(

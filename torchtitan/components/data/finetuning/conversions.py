@@ -204,13 +204,18 @@ def read_other_answer(column: str, row: Cells) -> Pair:
     return read_pair(no_prompt, {**row, "chosen": turns, "rejected": rejected})
 
 
-def read_rated(question: str, answer: str, label: str, row: Cells) -> Pair:
-    """Read an answer and its label: a pair without a rejected answer if the label is true, or
-    without a chosen one."""
+def read_rated(read: Callable[[Cells], Conversation], label: str, row: Cells) -> Pair:
+    """Read a conversation and the label of its last message: a pair without a rejected answer if
+    the label is true, or without a chosen one."""
     is_desirable = _LABEL_VALUES.get(str(row[label]).lower())
     if is_desirable is None:
         raise BrokenSample(f"{label} must be true or false, not {shortened(row[label])}")
-    conversation = read_question(question, answer, row)
+    conversation = read(row)
+    *before, last = (message["role"] for message in conversation.messages)
+    if not before or last != "assistant":
+        raise BrokenSample(f"{label} rates the last message, which must be an answer to a prompt")
+    if False in conversation.trained[-1:]:
+        raise BrokenSample(f"{label} rates the last message, which has the weight 0")
     prompt = Conversation(
         conversation.messages[:-1],
         conversation.tools,

@@ -19,6 +19,7 @@ from torchtitan.components.data.finetuning.columns import (
 from torchtitan.components.data.finetuning.conversation import (
     CONFIGURATIONS_OF_IMAGES,
     BrokenSample,
+    Conversation,
     EmptySample,
     Sample,
 )
@@ -113,6 +114,16 @@ _QUESTIONS = (
     ("query", "response"),
     ("problem", "solution"),
 )
+_RATED: dict[tuple[str, ...], tuple[Callable[[Cells], Conversation], tuple[str, ...]]] = {
+    **{columns: (partial(read_question, *columns), _REASONED) for columns in _QUESTIONS},
+    **{
+        ("instruction", answer): (partial(read_instruction, answer), _REASONED_INSTRUCTION)
+        for answer in ("output", "response")
+    },
+    **{(name,): (partial(read_turns, name), _TURNS) for name in ("messages", "conversations")},
+}
+"""Columns of a conversation that may have a label → its reader and optional columns."""
+
 _CHOICE = ("chosen", "rejected")
 
 FORMATS: Sequence[RowFormat] = (
@@ -138,6 +149,17 @@ FORMATS: Sequence[RowFormat] = (
     RowFormat("glaive", "sft", ("system", "chat"), read_glaive, ("tools",)),
     RowFormat("texts", "sft", ("texts",), read_exchanges, _TURNS),
     RowFormat("text", "sft", ("text",), read_text),
+    *(  # before pairs, of which some are an instruction and a list as its output
+        RowFormat(
+            "_".join((*columns, label)),
+            "rated",
+            (*columns, label),
+            partial(read_rated, read, label),
+            optional,
+        )
+        for columns, (read, optional) in _RATED.items()
+        for label in LABELS
+    ),
     *(
         RowFormat(
             column,
@@ -173,17 +195,6 @@ FORMATS: Sequence[RowFormat] = (
             ("instruction_outputs", "output"),
             ("instruction_responses", "response"),
         )
-    ),
-    *(
-        RowFormat(
-            "_".join((*columns, label)),
-            "rated",
-            (*columns, label),
-            partial(read_rated, *columns, label),
-            _REASONED,
-        )
-        for columns in _QUESTIONS
-        for label in LABELS
     ),
     *(
         RowFormat(column, "prompt", (column,), partial(read_prompt, prompt), (*ANSWERS, *optional))
