@@ -42,7 +42,7 @@ def early(*words: str) -> None:
 
 
 def message_of(words: Sequence[str], monkeypatch: pytest.MonkeyPatch, *, world_size: int) -> str:
-    """Return the message of the early checks, which is that of the run."""
+    """Return the message of the early checks, which equals the message of the run."""
     with monkeypatch.context() as without_import:
         without_import.delattr(manager, "load_config_function")
         with pytest.raises(UserError) as found:

@@ -29,7 +29,7 @@ VOCABULARY = 2048
 """Tokens of the default tokenizer."""
 
 SCORES = {"evaluation/quiz/centered_accuracy": 0.125, "evaluation/quiz/questions": 8.0}
-"""Metrics of the last step of each run, of which the first is shown."""
+"""Metrics of the last step of each run; the first one is shown."""
 
 GRID = ["--sizes", "2", "1", "3", "--tokens_per_parameter", "1", "2", "3"]
 

@@ -1,5 +1,5 @@
-"""Sums of 16-bit gradients on CPUs: those of float64 up to their own rounding, only in the block,
-and in training."""
+"""Sums of 16-bit gradients on CPUs equal sums in float64 up to their own rounding, only in the
+block, and in training."""
 
 from collections.abc import Callable
 
@@ -82,7 +82,7 @@ def test_sums_are_those_of_float64(case: str, dtype: torch.dtype) -> None:
 
 
 def test_float32_weights_of_a_layer_norm_get_float32() -> None:
-    """With inputs in 16 bits, the weights' gradients are those of wide inputs, not rounded."""
+    """With inputs in 16 bits, the weights' gradients equal the gradients with wide inputs."""
     torch.manual_seed(0)
     x, gradient = (torch.randn(N_TOKENS, 8).bfloat16() for _ in range(2))
     leaves = [torch.ones(8), torch.zeros(8)]

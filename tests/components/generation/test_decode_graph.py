@@ -442,7 +442,7 @@ def test_a_failed_recording_names_the_remedy(monkeypatch):
             raise RuntimeError("previous error")
 
     record_on_cpu(monkeypatch, capture)
-    monkeypatch.setattr(decode_graph, "_failure", "")
+    monkeypatch.setattr(decode_graph, "_failures", {})
     message = (
         "operation not permitted.*memory of this process may be in an unknown.*again with "
         "TORCHTITAN_CUDA_GRAPHS=0"
@@ -454,6 +454,12 @@ def test_a_failed_recording_names_the_remedy(monkeypatch):
     for n_tokens in (1, 20):
         with pytest.raises(UserError, match=message):
             generate(small_model(), [[1]], max_new_tokens=n_tokens)
+
+
+def test_a_failure_on_a_gpu_leaves_the_cpu(monkeypatch):
+    monkeypatch.setattr(decode_graph, "_failures", {"cuda": "operation not permitted"})
+    (found,) = generate(small_model(), [[1]], max_new_tokens=20)
+    assert len(found.ids) == 20
 
 
 class FromLists(TorchFunctionMode):

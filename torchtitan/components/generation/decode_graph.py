@@ -37,7 +37,7 @@ from outside that a step may read. Raises `NotRecordable` if each step must be c
 
 
 class Device(NamedTuple):
-    """How steps are recorded on a type of device."""
+    """Settings for recording steps on a type of device."""
 
     capture: Capture
     bucket: int
@@ -88,8 +88,8 @@ _recording = threading.Lock()
 """Held while a step is recorded: engines of several models run in threads of their own, and record
 on one stream."""
 
-_failure = ""
-"""Reason why a recording failed in this process."""
+_failures: dict[str, str] = {}
+"""Type of device → reason why a recording failed on it in this process."""
 
 DEVICES = {
     "cuda": Device(_capture_on_cuda, bucket=256, patience=8),
@@ -103,12 +103,11 @@ def graphs_for(model: BaseModel, compute: Compute) -> "Callable[[KVCache], Decod
     graphs, or if the host takes part in a step: weights that are sharded, offloaded or packed,
     experts (some of whose products read their sizes), blocks with activation checkpointing (which
     reads the state of random numbers), LongRoPE (whose factors it sends), hooks of other code
-    (which a repeated step would not call). Raise `UserError` if a recording has failed in this
-    process."""
-    if _failure:
-        raise _failed_error()
+    (which a repeated step would not call). Raise `UserError` if a recording has failed on such a
+    device in this process."""
     weights = list(model.parameters())
     device = weights[0].device
+    _check_failure(device)
     is_plain = all(
         type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and x.device == device
         for x in weights
@@ -190,20 +189,18 @@ class DecodeGraph:
         return self._graphs.compute(tokens_B[:, None], attention)
 
     def _record(self) -> Step:
-        global _failure
+        device = self._graphs.device
         # A recording keeps its step; it must not keep this object, and with it the cache's memory.
         graph = weakref.proxy(self)
         with _recording:
-            if _failure:
-                raise _failed_error()
+            _check_failure(device)
             try:
-                return self._device.capture(
-                    lambda: graph._step(), self._memory(), self._graphs.device
-                )
+                return self._device.capture(lambda: graph._step(), self._memory(), device)
             except RuntimeError as error:
                 # The end of a failed capture fails too.
-                _failure = in_words(error.__context__ or error)
-                raise _failed_error() from error
+                _failures[device.type] = in_words(error.__context__ or error)
+                _check_failure(device)
+                raise
 
     def _memory(self) -> list[Tensor]:
         """Return all tensors from outside that a step reads. The weights may be other tensors than
@@ -213,11 +210,12 @@ class DecodeGraph:
         return [*model.parameters(), *model.buffers(), self._inputs_3B, *self._cache.memory()]
 
 
-def _failed_error() -> UserError:
-    """Return the error for this and all later calls: PyTorch's allocator may keep the state of a
-    failed recording, and no public function resets it."""
-    return UserError(
-        f"a step of decoding cannot be recorded as a CUDA graph ({_failure}), and the GPU memory "
-        f"of this process may be in an unknown state; start it again with {SWITCH}=0 to generate "
-        "without graphs"
-    )
+def _check_failure(device: torch.device) -> None:
+    """Raise `UserError` if a recording has failed on such a device: PyTorch's allocator may keep
+    the state of a failed recording, and no public function resets it."""
+    if reason := _failures.get(device.type):
+        raise UserError(
+            f"a step of decoding cannot be recorded as a CUDA graph ({reason}), and the GPU memory "
+            f"of this process may be in an unknown state; start it again with {SWITCH}=0 to "
+            "generate without graphs"
+        )

@@ -149,7 +149,7 @@ FORMATS: Sequence[RowFormat] = (
     RowFormat("glaive", "sft", ("system", "chat"), read_glaive, ("tools",)),
     RowFormat("texts", "sft", ("texts",), read_exchanges, _TURNS),
     RowFormat("text", "sft", ("text",), read_text),
-    *(  # before pairs, of which some are an instruction and a list as its output
+    *(  # before pairs: some are an instruction and a list as its output
         RowFormat(
             "_".join((*columns, label)),
             "rated",
