@@ -660,7 +660,7 @@ def test_experts_of_other_widths_are_refused(name, changes, message):
         family.FORMATS["gguf"].to_external(config)
 
 
-def test_a_vocabulary_without_bos_names_a_token(tmp_path):
+def test_a_vocabulary_without_bos_names_a_token(tmp_path, capsys):
     """llama.cpp has a default for an absent one, and writes its text for `bos_token`."""
     template = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
     for name, named, expected in (("config", 3, 3), ("eos", None, 1)):
@@ -677,6 +677,7 @@ def test_a_vocabulary_without_bos_names_a_token(tmp_path):
             known = json.loads(path.read_text()) if path.exists() else {}
             path.write_text(json.dumps({**known, **changes}))
         assert convert(folder, tmp_path / "out" / name) == 0
+        assert f"no BOS; the file names the token {expected} for it" in capsys.readouterr().err
         fields = gguf.GGUFReader(tmp_path / "out" / name / "model.gguf").fields
         assert fields["tokenizer.ggml.bos_token_id"].contents() == expected
         assert fields["tokenizer.ggml.add_bos_token"].contents() is False

@@ -157,7 +157,9 @@ def _tokenizer_metadata(assets: Path, n_rows: int) -> dict[str, object]:
     if tokenizer.bos_id is None:
         # llama.cpp has a default for a missing one. Nothing writes this: `add_bos_token` is off.
         named = ids.get("bos_token_id")
-        places["bos_token_id"] = named if named in range(n_rows) else tokenizer.eos_id
+        bos = named if named in range(n_rows) else tokenizer.eos_id
+        places["bos_token_id"] = bos
+        logger.info("GGUF: the tokenizer has no BOS; the file names the token %s for it", bos)
     for key, index in places.items():
         if type(index) is int and index in range(n_rows):
             keys[f"tokenizer.ggml.{key}"] = index
