@@ -74,6 +74,30 @@ def test_hooks_are_called_in_order(tmp_path):
     assert notes[-2:] == ["2: close", "close"]
 
 
+def test_callbacks_without_work_are_left_out(tmp_path, files):
+    def built(**options):
+        trainer = tiny_config(tmp_path, training__steps=1, **options).build()
+        try:
+            return {type(callback).__name__ for callback in trainer.callbacks}
+        finally:
+            trainer.close()
+
+    plain = built()
+    assert plain == {"Accounting", "Ledger", "RecompileWarning", "GarbageCollection"}
+    options = {
+        "callbacks__evaluation__files": [str(files[0])],
+        "callbacks__samples__prompts": ["Once"],
+        "callbacks__samples__max_new_tokens": 4,
+        "callbacks__earlystopping__metric": "validation_loss",
+        "checkpoint__enable": True,
+        "checkpoint__keep_best": True,
+        "profiling__enable_profiling": True,
+        "validator__enable": True,
+    }
+    more = {"Evaluation", "Samples", "EarlyStopping", "BestMetric", "Profiling"}
+    assert built(**options) == plain | more
+
+
 def test_callbacks_are_options(tmp_path):
     assert tiny_config(tmp_path, callbacks__evaluation__freq=7).callbacks[:1] == [
         Evaluation.Config(freq=7)

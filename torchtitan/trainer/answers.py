@@ -124,6 +124,9 @@ class Answers(PeriodicEvaluation):
             with errors_of(_OPTION):
                 return Rewards(self.rewards, [])
 
+        def is_on(self, run: Run) -> bool:
+            return bool(self.dataset)
+
         def check_run(self, run: Sections) -> None:
             if not self.dataset:
                 return
@@ -148,8 +151,6 @@ class Answers(PeriodicEvaluation):
     def __init__(self, config: Config, *, trainer: Run):
         super().__init__(config, trainer=trainer)
         self._prompts: dict[str, list[_Prompt]] = {}
-        if not config.dataset:
-            return
         self._rewards = config.open_rewards()
         tokenizer = trainer.tokenizer
         template = template_of(trainer, _OPTION)
@@ -177,7 +178,7 @@ class Answers(PeriodicEvaluation):
 
     @property
     def period(self) -> int:
-        return self.config.freq if self._prompts else 0
+        return self.config.freq
 
     def evaluate(self) -> None:
         """Answer and rate all prompts."""

@@ -42,6 +42,11 @@ class Callback(Configurable):
         def check_run(self, run: Sections) -> None:
             """Raise `UserError` if the callback does not support a run, a `Trainer.Config`."""
 
+        def is_on(self, run: Run) -> bool:
+            """Return whether the callback has work in a run, which is built without it otherwise.
+            Equal on all ranks if the callback waits for other ranks."""
+            return True
+
         def evaluates(self, task: str) -> bool:
             """Return whether the callback may report numbers named `evaluation/TASK/…`."""
             return False
@@ -164,7 +169,7 @@ class PeriodicEvaluation(Callback):
 
     @property
     def period(self) -> int:
-        """Steps between evaluations; 0: never evaluate."""
+        """Steps between evaluations."""
         raise NotImplementedError
 
     def evaluate(self) -> None:
@@ -172,9 +177,8 @@ class PeriodicEvaluation(Callback):
         raise NotImplementedError
 
     def after_step(self, outcome: StepResult) -> None:
-        period = self.period
-        self.is_pending = bool(period) and self.trainer.step % period != 0
-        if period and not self.is_pending:
+        self.is_pending = self.trainer.step % self.period != 0
+        if not self.is_pending:
             self._evaluate()
 
     def on_end(self, reason: StopReason) -> None:
@@ -245,6 +249,15 @@ class RecompileWarning(Callback):
 
 class Profiling(Callback):
     """Record traces as the section `profiling` says."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Callback.Config):
+        """Profiling of a run."""
+
+        def is_on(self, run: Run) -> bool:
+            return run.config.profiling.is_on
+
+    config: Config
 
     def __init__(self, config: Callback.Config, *, trainer: Run):
         super().__init__(config, trainer=trainer)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from torchtitan.tools.errors import UserError, suggest
 from torchtitan.tools.logging import logger
@@ -89,27 +90,31 @@ class ChosenMetric:
 
 
 class BestMetric(Callback):
-    """Tell whether the run measures `checkpoint.best_metric`, if `keep_best` compares it."""
+    """Tell whether the run measures `checkpoint.best_metric`, which `keep_best` compares."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Callback.Config):
+        """The metric of the best checkpoints."""
+
+        def is_on(self, run: Run) -> bool:
+            return run.config.checkpoint.keep_best
+
+    config: Config
 
     def __init__(self, config: Callback.Config, *, trainer: Run):
         super().__init__(config, trainer=trainer)
-        options = trainer.config.checkpoint
-        name, option = options.best_metric, "--checkpoint.best_metric"
-        self.chosen = ChosenMetric(name, option, trainer) if options.keep_best else None
+        name = trainer.config.checkpoint.best_metric
+        self.chosen = ChosenMetric(name, "--checkpoint.best_metric", trainer)
 
     def around_run(self) -> AbstractContextManager[object]:
-        if self.chosen:
-            self.chosen.note_start()
+        self.chosen.note_start()
         return super().around_run()
 
     def on_measured(self, numbers: Mapping[str, float]) -> None:
-        if self.chosen:
-            self.chosen.is_due(numbers)
+        self.chosen.is_due(numbers)
 
     def on_end(self, reason: StopReason) -> None:
-        if self.chosen:
-            self.chosen.note_end(reason)
+        self.chosen.note_end(reason)
 
     def close(self) -> None:
-        if self.chosen:
-            self.chosen.close()
+        self.chosen.close()

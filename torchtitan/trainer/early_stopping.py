@@ -54,6 +54,9 @@ class EarlyStopping(Callback):
         def has_state(self) -> bool:
             return bool(self.metric)
 
+        def is_on(self, run: Run) -> bool:
+            return bool(self.metric)
+
         def check_run(self, run: Sections) -> None:
             if self.metric:
                 check_measured(run, self.metric, _OPTION)
@@ -65,15 +68,14 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         self.best_step = 0
         self.without_improvement = 0
-        self.chosen = ChosenMetric(config.metric, _OPTION, trainer) if config.metric else None
+        self.chosen = ChosenMetric(config.metric, _OPTION, trainer)
 
     def around_run(self) -> AbstractContextManager[object]:
-        if self.chosen:
-            self.chosen.note_start()
+        self.chosen.note_start()
         return super().around_run()
 
     def on_measured(self, numbers: Mapping[str, float]) -> None:
-        if self.chosen is None or not self.chosen.is_due(numbers):
+        if not self.chosen.is_due(numbers):
             return
         value, sign = numbers.get(self.config.metric, math.nan), self.config.sign()
         is_first = self.best is None and not math.isnan(value)
@@ -95,12 +97,10 @@ class EarlyStopping(Callback):
             )
 
     def on_end(self, reason: StopReason) -> None:
-        if self.chosen:
-            self.chosen.note_end(reason)
+        self.chosen.note_end(reason)
 
     def close(self) -> None:
-        if self.chosen:
-            self.chosen.close()
+        self.chosen.close()
 
     def state_dict(self) -> dict[str, object]:
         return {
@@ -119,6 +119,5 @@ class EarlyStopping(Callback):
             return
         self.best, self.best_step = state["best"], state["best_step"]
         self.without_improvement = state["without_improvement"]
-        if self.chosen:
-            self.chosen.is_known = self.best is not None or self.without_improvement > 0
+        self.chosen.is_known = self.best is not None or self.without_improvement > 0
         self._end_if_due()

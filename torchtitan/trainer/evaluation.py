@@ -118,6 +118,9 @@ class Evaluation(PeriodicEvaluation):
         def _folder(self) -> Path | None:
             return Path(self.include_path) if self.include_path else None
 
+        def is_on(self, run: Run) -> bool:
+            return bool(self.files or self.tasks)
+
         def check_run(self, run: Sections) -> None:
             if self.files or self.tasks:
                 user = "--callbacks.evaluation (evaluate the checkpoints: torchtitan eval)"
@@ -142,7 +145,7 @@ class Evaluation(PeriodicEvaluation):
 
     @property
     def period(self) -> int:
-        return self.config.freq if self.files or self.tasks else 0
+        return self.config.freq
 
     def evaluate(self) -> None:
         """Score the model on all files and tasks."""

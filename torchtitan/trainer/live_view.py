@@ -7,10 +7,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from torchtitan.components.observe.metrics import SHOWN_PARTS
 from torchtitan.tools.progress import progress, sparkline
 from torchtitan.trainer.callbacks import Callback
+from torchtitan.trainer.run import Run
 from torchtitan.trainer.step_result import StepResult
 
 
@@ -18,14 +20,19 @@ class LiveView(Callback):
     """Show a progress bar while rank 0, and no other rank, logs to a terminal
     (`metrics.enable_live_view`)."""
 
+    @dataclass(kw_only=True, slots=True)
+    class Config(Callback.Config):
+        """The progress bar of a run."""
+
+        def is_on(self, run: Run) -> bool:
+            is_alone = run.rank == 0 and os.environ.get("LOG_RANK", "0") == "0"
+            return is_alone and run.config.metrics.enable_live_view and sys.stderr.isatty()
+
+    config: Config
     _advance: Callable[..., None] | None = None
 
     @contextlib.contextmanager
     def around_run(self) -> Iterator[None]:
-        is_alone = self.trainer.rank == 0 and os.environ.get("LOG_RANK", "0") == "0"
-        if not (is_alone and self.trainer.config.metrics.enable_live_view and sys.stderr.isatty()):
-            yield
-            return
         # time, tokens seen, result of the last steps
         self._recent = deque[tuple[float, int, StepResult]](maxlen=12)
         with progress("", self.trainer.total_steps, done=self.trainer.step) as self._advance:

@@ -1,9 +1,11 @@
 """The callback that balances the experts of every run's models."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torchtitan.components.data.base import Batch
 from torchtitan.components.losses.load_balance import LoadBalancer
+from torchtitan.protocols.experts import LoadBalanced
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer.callbacks import Callback
 from torchtitan.trainer.run import Run
@@ -20,6 +22,17 @@ class LoadBalance(Callback):
     """Callback that runs a `LoadBalancer` through each step. It is separate from the step, so a
     trainer with its own `train_step` also has it. Raises `UserError` for auxiliary losses with a
     loss that is not divided by its tokens beforehand."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Callback.Config):
+        """The balance of experts."""
+
+        def is_on(self, run: Run) -> bool:
+            modules = (module for part in run.trained_parts for module in part.modules())
+            has_routers = any(isinstance(module, LoadBalanced) for module in modules)
+            return has_routers or run.parallel_dims.pp > 1  # another stage may have routers
+
+    config: Config
 
     def __init__(self, config: Callback.Config, *, trainer: Run):
         super().__init__(config, trainer=trainer)

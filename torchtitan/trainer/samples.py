@@ -1,7 +1,6 @@
 """Texts that the model writes during training."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -72,6 +71,9 @@ class Samples(PeriodicEvaluation, LineRecorder):
             require_at_least(1, **options)
             require_at_least(0, callbacks__samples__temperature=self.temperature)
 
+        def is_on(self, run: Run) -> bool:
+            return bool(self.prompts or self.messages)
+
         def check_run(self, run: Sections) -> None:
             if not (self.prompts or self.messages):
                 return
@@ -113,12 +115,9 @@ class Samples(PeriodicEvaluation, LineRecorder):
                     f"{self.config.max_new_tokens}"
                 )
 
-    def around_run(self) -> AbstractContextManager[object]:
-        return super().around_run() if self._prompts else nullcontext()
-
     @property
     def period(self) -> int:
-        return self.config.freq if self._prompts else 0
+        return self.config.freq
 
     def evaluate(self) -> None:
         """Write the texts."""

@@ -552,7 +552,8 @@ class Trainer(Configurable):
         )
 
     def build_callbacks(self) -> list[Callback]:
-        """Build the callbacks of every run, then the configuration's `callbacks`."""
+        """Build the callbacks of every run, then the configuration's `callbacks`, except those that
+        are off."""
         kinds = (
             Accounting,
             LiveView,
@@ -564,7 +565,7 @@ class Trainer(Configurable):
             BestMetric,
         )
         configs = [*(kind.Config() for kind in kinds), *self.config.callbacks]
-        return [config.build(trainer=self) for config in configs]
+        return [config.build(trainer=self) for config in configs if config.is_on(self)]
 
     # --- the loop ---------------------------------------------------------------------------------
 

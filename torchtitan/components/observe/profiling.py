@@ -65,6 +65,11 @@ class Profiler(Configurable):
         def build(self) -> object:
             """Build the profiler of a rank."""
 
+        @property
+        def is_on(self) -> bool:
+            """True if there is anything to record."""
+            return self.enable_profiling or self.enable_memory_snapshot
+
         def validate(self) -> None:
             check_ranges("profiling", self)
             if self.profiler_warmup + self.profiler_active > self.profile_freq:

@@ -13,6 +13,7 @@ from torchtitan.config.sections import require_at_least
 from torchtitan.tools import durable
 from torchtitan.tools.errors import require
 from torchtitan.trainer.callbacks import PeriodicEvaluation
+from torchtitan.trainer.run import Run
 
 
 class Samples(PeriodicEvaluation):
@@ -40,6 +41,9 @@ class Samples(PeriodicEvaluation):
 
         shift: float = 1.0
         """Above 1: spend more steps at high noise, as for large images."""
+
+        def is_on(self, run: Run) -> bool:
+            return self.freq > 0
 
         def validate(self) -> None:
             require_at_least(0, callbacks__samples__freq=self.freq)
