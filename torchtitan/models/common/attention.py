@@ -76,11 +76,20 @@ def choose_kernel(
     return "varlen" if is_supported and is_new and not static else "flex"
 
 
-def with_kernel(attention: AttentionMetadata, **properties: Any) -> AttentionMetadata:
-    """Add the kernel that `choose_kernel` returns for these `properties`, and its input. Runs once
-    per batch and window, not in each layer, outside compiled and checkpointed code."""
-    kernel, device = choose_kernel(attention, **properties), properties["device"]
-    capped = properties.get("capped", False)
+def with_kernel(
+    attention: AttentionMetadata,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    static: bool,
+    capped: bool = False,
+) -> AttentionMetadata:
+    """Add the kernel that `choose_kernel` returns for these arguments, and its input. Runs once per
+    batch and window, not in each layer, outside compiled and checkpointed code."""
+    kernel = choose_kernel(
+        attention, device=device, dtype=dtype, head_dim=head_dim, static=static, capped=capped
+    )
     mask: object = None
     if kernel == "varlen":
         mask = send(attention.cu_seqlens, device)

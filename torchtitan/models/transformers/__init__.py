@@ -1,7 +1,5 @@
 """Any class of transformers that predicts the next token, for models without a built-in family."""
 
-from typing import Any
-
 from torchtitan.models.families import SMALL, Family
 from torchtitan.models.transformers.description import (
     class_of,
@@ -50,7 +48,7 @@ FLAVORS = {
 }
 
 
-def _written(model: TransformersModel.Config) -> dict[str, Any]:
+def _written(model: TransformersModel.Config) -> dict[str, object]:
     config = model.transformers_config()
     if not model.scores:
         return written_document(config, class_of(config)[0].__name__)

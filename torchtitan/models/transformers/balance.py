@@ -6,11 +6,12 @@ sum_i f_i P_i, with f_i the share of the choices that expert i gets, P_i its mea
 over all layers and tokens, and K the experts of a token. f has no gradient, and P is a sum over
 tokens and layers; so micro-batches and stages add up if f is known before."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
+from transformers.utils.output_capturing import OutputRecorder
 
 from torchtitan.models.common.moe.router import Observed, imbalance, shares_of, widest
 from torchtitan.models.transformers.tiny import (
@@ -80,7 +81,7 @@ def _count(chosen_LNK: Tensor, has_token_N: Tensor, n_experts: int) -> Tensor:
     return counts_LE.scatter_add_(1, chosen_LNK.flatten(1), is_counted.flatten(1))
 
 
-def returns_router_loss(config: Any) -> bool:
+def returns_router_loss(config: PretrainedConfig) -> bool:
     """Return whether the class of a configuration returns a loss of its routers."""
     owners = config, config.get_text_config(decoder=True)
     return any(getattr(owner, "output_router_logits", False) for owner in owners)
@@ -93,7 +94,9 @@ def records_routers(model: "PreTrainedModel") -> bool:
     if recorded is None:  # its blocks return them
         return True
     of_kinds = recorded if isinstance(recorded, list) else [recorded]
-    kinds: tuple[Any, ...] = tuple(getattr(kind, "target_class", kind) for kind in of_kinds)
+    kinds = tuple(
+        kind.target_class if isinstance(kind, OutputRecorder) else kind for kind in of_kinds
+    )
     return any(isinstance(module, kinds) for module in model.modules())
 
 

@@ -5,8 +5,8 @@ Source: transformers 5.23.0, models/blip, models/blip_2, models/instructblip and
 
 import functools
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,19 @@ _TYPES = ("blip", "blip-2", "git", "instructblip")
 _OF_IMAGES = ("pixel_values", "qformer_input_ids", "qformer_attention_mask")
 """Names of the arguments of such classes with a row for each image. InstructBLIP's Q-Former reads
 the prompt, too."""
+
+
+class ImageFeatures(Protocol):
+    """Results of the method of a class for the features of images. Some classes have more of them
+    (`images.features_in`)."""
+
+    @property
+    def last_hidden_state(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class _TowerStates:
+    last_hidden_state: Tensor
 
 
 def reads_captions(config: "PretrainedConfig") -> bool:
@@ -47,12 +60,14 @@ def text_alone_refusal(config: "PretrainedConfig") -> str:
     )
 
 
-def language_side(model: "PreTrainedModel") -> Any:
+def language_side(model: "PreTrainedModel") -> "PreTrainedModel":
     """Return the part of a class that computes text without images: the class, or its language
     model."""
     if not needs_images(model.config):
         return model
-    return getattr(model, "language_model", model.get_decoder())  # InstructBLIP's has no head
+    # InstructBLIP's has no head
+    language: PreTrainedModel = getattr(model, "language_model", model.get_decoder())
+    return language
 
 
 def taken(model: "PreTrainedModel") -> set[str]:
@@ -74,7 +89,7 @@ def blank_image(model: "PreTrainedModel") -> dict[str, Tensor]:
     return images
 
 
-def caption_inputs(model: "PreTrainedModel", inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+def caption_inputs(model: "PreTrainedModel", inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the inputs of a class for rows of tokens (N, M), `input_ids` with `attention_mask`: an
     image for each row, from `inputs` with one for each row with text, in their order; others get
     one of zeros. Nothing for other classes."""
@@ -116,17 +131,22 @@ def image_states(config: "PretrainedConfig") -> int:
     return int((vision.image_size // vision.patch_size) ** 2) + 1
 
 
-def tower_of(model: Any) -> Callable[..., Any] | None:
+def tower_of(model: "PreTrainedModel") -> Callable[..., ImageFeatures] | None:
     """Return what computes the states of images in such a class that has no method for it."""
     states = {"blip": _blip_states, "git": _git_states}.get(model.config.model_type)
     return None if states is None else functools.partial(states, model)
 
 
-def _blip_states(model: Any, pixel_values: Tensor, return_dict: bool = True) -> Any:
-    output = model.vision_model(pixel_values, return_dict=True)
-    return SimpleNamespace(last_hidden_state=output.last_hidden_state)
+def _blip_states(
+    model: "PreTrainedModel", pixel_values: Tensor, return_dict: bool = True
+) -> _TowerStates:
+    output = model.get_submodule("vision_model")(pixel_values, return_dict=True)
+    return _TowerStates(output.last_hidden_state)
 
 
-def _git_states(model: Any, pixel_values: Tensor, return_dict: bool = True) -> Any:
-    states = model.git.image_encoder(pixel_values, return_dict=True).last_hidden_state
-    return SimpleNamespace(last_hidden_state=model.git.visual_projection(states))
+def _git_states(
+    model: "PreTrainedModel", pixel_values: Tensor, return_dict: bool = True
+) -> _TowerStates:
+    encoder = model.get_submodule("git.image_encoder")
+    states = encoder(pixel_values, return_dict=True).last_hidden_state
+    return _TowerStates(model.get_submodule("git.visual_projection")(states))

@@ -127,7 +127,8 @@ class _InTwo(nn.Module):
         results = []
         for q_BLHD_of_part, part in zip(q_BLHD.chunk(2), self.parts, strict=True):
             own = replace(part, window=attention.window, kernel="dense")
-            properties = {"device": q_BLHD.device, "dtype": q_BLHD.dtype, "head_dim": 64}
-            own = with_kernel(own, **properties, static=False)
+            own = with_kernel(
+                own, static=False, device=q_BLHD.device, dtype=q_BLHD.dtype, head_dim=64
+            )
             results.append(products(q_BLHD_of_part, keys, values, own))
         return torch.cat(results)

@@ -6,7 +6,7 @@ Source: transformers 5.23.0, models/mllama (`MllamaProcessor`) and models/idefic
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ def cross_attention_layers(model: "PreTrainedModel") -> list[nn.Module]:
 
 
 def cross_attention_arguments(
-    model: "PreTrainedModel", ids_NM: Tensor, arguments: Mapping[str, Any]
+    model: "PreTrainedModel", ids_NM: Tensor, arguments: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the arguments of a class for the images of the rows that have some, given in their
     order, with a row for each row of tokens, and with the mask of its layers that read images, (N,
@@ -68,7 +68,7 @@ def cross_attention_arguments(
 
 
 def _latest_images(
-    model: "PreTrainedModel", ids_NM: Tensor, arguments: Mapping[str, Any]
+    model: "PreTrainedModel", ids_NM: Tensor, arguments: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return a row of images for each row of tokens, and the mask of its layers, (N, M, images):
     each token reads the latest image before it, unless a text ended since."""

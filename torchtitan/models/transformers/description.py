@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -34,6 +34,8 @@ from transformers.integrations.heterogeneity.configuration_utils import (  # noq
 )
 from transformers.models.auto import modeling_auto  # noqa: E402
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 TRUST_VARIABLE = "TORCHTITAN_TRUST_REMOTE_CODE"
 """Environment variable that, set to 1, allows the code in models' folders to be executed."""
 
@@ -46,10 +48,10 @@ _ABOUT_FILES = {"quantization_config", "transformers_version", "dtype", "torch_d
 _ABOUT_ROPE = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 """Keys of older files, which every configuration reads into `rope_parameters`."""
 
-_own_classes: dict[type, Any] = {}
+_own_classes: dict[type[PretrainedConfig], type["PreTrainedModel"]] = {}
 """Class of a configuration → class of its models, both from code in models' folders."""
 
-_read_configs: dict[str, Any] = {}
+_read_configs: dict[str, PretrainedConfig] = {}
 """Text of a document → its configuration object, without code of models' folders, for the last
 `_MOST_READ` documents."""
 
@@ -82,14 +84,14 @@ def type_of_architecture(document: Mapping[str, object]) -> str | None:
     return getattr(transformers, named[0]).config_class.model_type if named else None
 
 
-def unknown_keys(document: Mapping[str, Any]) -> list[str]:
+def unknown_keys(document: Mapping[str, object]) -> list[str]:
     """Return the keys of a config.json that the configuration of its model_type does not have."""
-    cls = CONFIG_MAPPING[document["model_type"]]
+    cls = CONFIG_MAPPING[str(document["model_type"])]
     known = cls().to_dict().keys() | cls.attribute_map.keys() | _ABOUT_FILES | _ABOUT_ROPE
     return sorted(document.keys() - known - {"auto_map", FOLDER_KEY})
 
 
-def checked_document(document: Mapping[str, object]) -> dict[str, Any]:
+def checked_document(document: Mapping[str, object]) -> dict[str, object]:
     """Return the part of a config.json that describes the model. Raise `UserError` if no class here
     computes it."""
     is_known = document.get("model_type") in model_classes()
@@ -111,7 +113,7 @@ def checked_document(document: Mapping[str, object]) -> dict[str, Any]:
     return kept
 
 
-def _global_value(config: PretrainedConfig, name: str, default: Any) -> Any:
+def _global_value(config: PretrainedConfig, name: str, default: object) -> object:
     """Return a value for all layers that do not differ in it, `default` without one."""
     try:
         return getattr(config, name, default)
@@ -152,9 +154,9 @@ def _own_code(document: Mapping[str, object]) -> bool:
     return is_here and "AutoModelForCausalLM" in code and os.environ.get(TRUST_VARIABLE) == "1"
 
 
-def _refusal(document: Mapping[str, Any]) -> str:
+def _refusal(document: Mapping[str, object]) -> str:
     model_type, known = document.get("model_type"), model_classes()
-    if code := document.get("auto_map"):
+    if code := ConfigReader("config.json", document).section("auto_map").values:
         files = sorted({f"{str(path).rpartition('.')[0]}.py" for path in code.values()})
         return (
             f"config.json: model_type '{model_type}' needs code in the model's folder "
@@ -176,20 +178,23 @@ def _refusal(document: Mapping[str, Any]) -> str:
     )
 
 
-def transformers_config(document: Mapping[str, Any], vocab_size: int | None = None) -> Any:
+def transformers_config(
+    document: Mapping[str, object], vocab_size: int | None = None
+) -> PretrainedConfig:
     """Return transformers' configuration object for a `checked_document`, with another vocabulary
     size. Raise `UserError` for code that may not be executed, since a checkpoint's `model.json` may
     hold any document."""
     if "auto_map" in document:
-        cls: Any
         if not _own_code(document):
             raise UserError(_refusal(document))
-        names = [document["auto_map"][kind] for kind in ("AutoConfig", "AutoModelForCausalLM")]
-        cls, model_class = (
-            get_class_from_dynamic_module(name, document[FOLDER_KEY]) for name in names
+        code = ConfigReader("config.json", document).section("auto_map").values
+        folder = str(document[FOLDER_KEY])
+        cls: type[PretrainedConfig] = get_class_from_dynamic_module(str(code["AutoConfig"]), folder)
+        model_class: type[PreTrainedModel] = get_class_from_dynamic_module(
+            str(code["AutoModelForCausalLM"]), folder
         )
         _own_classes[cls] = model_class
-        config = cls.from_dict(copy.deepcopy(dict(document)))
+        config: PretrainedConfig = cls.from_dict(copy.deepcopy(dict(document)))
     else:
         config = _known_config(document)
     for part in (config, config.get_text_config(decoder=True)):
@@ -198,20 +203,20 @@ def transformers_config(document: Mapping[str, Any], vocab_size: int | None = No
     return config
 
 
-def _known_config(document: Mapping[str, Any]) -> Any:
+def _known_config(document: Mapping[str, object]) -> PretrainedConfig:
     """Return a new configuration object of a type that transformers knows. It checks each value,
     and formats the whole for a log, so each document is read only once: a run needs it twenty
     times."""
     key = repr(document)
     if key not in _read_configs:
-        cls = CONFIG_MAPPING[document["model_type"]]
+        cls = CONFIG_MAPPING[str(document["model_type"])]
         _read_configs[key] = cls.from_dict(copy.deepcopy(dict(document)))
         if len(_read_configs) > _MOST_READ:
             del _read_configs[next(iter(_read_configs))]  # the oldest
     return copy.deepcopy(_read_configs[key])
 
 
-def class_of(config: Any) -> tuple[Any, Any]:
+def class_of(config: PretrainedConfig) -> tuple[type["PreTrainedModel"], PretrainedConfig]:
     """Return the class for a transformers configuration, and the part of the configuration that
     describes it: the class that config.json names in `architectures` if it trains here, otherwise
     the class of its model_type."""
@@ -227,14 +232,16 @@ def class_of(config: Any) -> tuple[Any, Any]:
     return cls, text if cls.config_class is type(text) else config
 
 
-def missing_kernels(config: object) -> list[str]:
+def missing_kernels(config: PretrainedConfig) -> list[str]:
     """Return the packages whose kernels a class would use if they were installed."""
     source = inspect.getsource(inspect.getmodule(class_of(config)[0]))  # type: ignore[arg-type]
     packages = set(re.findall(r'_with_fallback\("\w+", "(\w+)"\)', source))
     return sorted(package for package in packages if importlib.util.find_spec(package) is None)
 
 
-def forward_arguments(part: Any) -> Mapping[str, inspect.Parameter]:
+def forward_arguments(
+    part: torch.nn.Module | type[torch.nn.Module],
+) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of `forward` of a class, or of one of its models, by name. Each new
     token of a generated text asks for them."""
     forward = part.forward
@@ -246,7 +253,9 @@ def _parameters(forward: Callable[..., object]) -> Mapping[str, inspect.Paramete
     return inspect.signature(forward).parameters
 
 
-def build_class(config: object, implementation: str | dict[str, str] | None = None) -> Any:
+def build_class(
+    config: PretrainedConfig, implementation: str | dict[str, str] | None = None
+) -> "PreTrainedModel":
     """Build the class for a transformers configuration in float32, with the attention
     `implementation`, if any: for all parts, or by the name of a part's configuration."""
     cls, config = class_of(config)
@@ -274,7 +283,7 @@ def _drop_unread_experts(model: torch.nn.Module) -> None:
             experts.gate_up_proj = torch.nn.Parameter(read.clone())
 
 
-def written_document(config: PretrainedConfig, class_name: str) -> dict[str, Any]:
+def written_document(config: PretrainedConfig, class_name: str) -> dict[str, object]:
     """Return the config.json of a model that `class_name` reads, for a transformers
     configuration."""
     _, config = class_of(config)

@@ -5,7 +5,7 @@ that compute the same."""
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +100,7 @@ class EvenExperts(StackedExperts):
         return self.product(up_RH * self.act_fn(gate_RH), last, ends_E.int())
 
 
-def matrices_of(experts: Any) -> tuple[str, str]:
+def matrices_of(experts: nn.Module) -> tuple[str, str]:
     """Return the parameters before and after the activation."""
     return ("gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj", "down_proj")
 

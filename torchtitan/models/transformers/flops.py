@@ -1,8 +1,8 @@
 """Counts the operations of a transformers class in its forward pass on tensors without memory."""
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from torchtitan.tools.torch_private import (
     reading_operation,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _STEP = 64
 """Length of the shortest of three passes whose operations are extrapolated; chunks of recurrent
 layers divide it."""
@@ -29,8 +32,12 @@ class _WithoutValues(TorchDispatchMode):
     """Answers checks of values, such as whether a mask hides anything, with no."""
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         return False if func is reading_operation() else func(*args, **(kwargs or {}))
 
 
@@ -46,7 +53,7 @@ class _EqualLayers:
 
     def __init__(self, model: nn.Module) -> None:
         self._repeated = 0
-        self._known: dict[object, tuple[int, Any]] = {}  # operations and result
+        self._known: dict[object, tuple[int, object]] = {}  # operations and result
         for owner in model.modules():
             if isinstance(owner, nn.ModuleList):
                 for index, layer in enumerate(owner):
@@ -64,8 +71,13 @@ class _EqualLayers:
         return self._counter.get_total_flops() + self._repeated
 
     def _run(
-        self, index: int, layer: nn.Module, compute: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+        self,
+        index: int,
+        layer: nn.Module,
+        compute: Callable[..., object],
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         def facts() -> object:
             return facts_of_layer(layer, index), facts_of((args, kwargs))
 
@@ -84,7 +96,7 @@ class _EqualLayers:
         return result
 
 
-def forward_flops(plain: nn.Module, seq_len: int, *, is_recurrent: bool) -> float:
+def forward_flops(plain: "PreTrainedModel", seq_len: int, *, is_recurrent: bool) -> float:
     """Return the operations per token of a forward pass over windows of `seq_len` tokens: matrix
     products and convolutions, in attention over the whole square. A recurrent class may loop over
     tokens, so that longer passes are extrapolated: operations are a polynomial of the length, of
@@ -95,7 +107,7 @@ def forward_flops(plain: nn.Module, seq_len: int, *, is_recurrent: bool) -> floa
     flop_formulas()
 
     # The loss of routers reads what each layer records, also of equal ones.
-    repeated = nn.Module() if returns_router_loss(plain.config) else plain
+    repeated: nn.Module = nn.Module() if returns_router_loss(plain.config) else plain
     layers = _EqualLayers(repeated)
 
     def count(length: int) -> int:
@@ -120,10 +132,10 @@ def forward_flops(plain: nn.Module, seq_len: int, *, is_recurrent: bool) -> floa
         return 2.0 * _n_used(plain)
 
 
-def _n_used(plain: nn.Module) -> float:
+def _n_used(plain: "PreTrainedModel") -> float:
     """Return the values of matrices that multiply a token, on average; of all experts if the
     configuration does not say how many a token chooses."""
-    text: Any = plain.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+    text = plain.config.get_text_config(decoder=True)
     n_read, n_other, n_chosen = (
         getattr(text, name, None)
         for name in ("num_local_experts", "zero_expert_num", "num_experts_per_tok")

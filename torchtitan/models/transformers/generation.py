@@ -24,6 +24,7 @@ from torchtitan.models.transformers.images import (
     counted_positions,
     reads_latest_image,
 )
+from torchtitan.models.transformers.packing import ClassOutputs
 from torchtitan.models.transformers.tiny import (
     CLONE_TOLERANCE,
     TEXT_IDS,
@@ -53,7 +54,7 @@ class ClassCache(KVCache):
     def clear(self) -> None:
         self._tokens_BL: Tensor | None = None
         self._image_positions: Tensor | None = None
-        self._remembered: dict[str, Any] = {}
+        self._remembered: dict[str, object] = {}
 
     def attention(self, positions_BL: Tensor) -> "NextTokens":
         rows = AttentionMetadata.of_rows(*positions_BL.shape)
@@ -74,7 +75,7 @@ class ClassCache(KVCache):
         tokens_BL: Tensor,
         attention: "NextTokens",
         images: Mapping[str, Tensor] | None = None,
-    ) -> Any:
+    ) -> ClassOutputs:
         """Call a class on the tokens that follow the remembered ones. Padding before a text is
         masked. The first tokens may have `images`: arguments of the class."""
         assert attention.positions_BL is not None
@@ -94,7 +95,7 @@ class ClassCache(KVCache):
         if self._images is not None:
             all_BS, mask_BS = without_image(model, all_BS, mask_BS).values()
         takes = taken(model)
-        more: dict[str, Any] = {}
+        more: dict[str, Tensor] = {}
         if self._images is not None and not self._remembered:
             # A class without a cache, such as Granite 4 Vision, reads the images each time.
             more = {
@@ -133,7 +134,8 @@ class ClassCache(KVCache):
             self._remembered = {
                 name: outputs[name] for name in caches if outputs.get(name) is not None
             }
-        return outputs
+        results: ClassOutputs = outputs
+        return results
 
     def _positions(
         self, model: Any, all_BS: Tensor, mask_BS: Tensor, images: Mapping[str, Tensor]

@@ -1,7 +1,7 @@
 """The output layer of a class of transformers: its weights, apart from the class, so that the loss
 reads them, and what takes its place in the class."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,7 @@ class OutputPlace(nn.Module):
     def shared(self) -> tuple[Tensor, Tensor | None]:
         """Return the weights of the embedding and the bias of an output layer that shares them."""
         embedding, owner = self._owners
-        return effective_weight(embedding), owner.bias  # type: ignore[return-value]
+        return effective_weight(embedding), _bias_of(owner)
 
     def forward(self, hidden_BLD: Tensor) -> Tensor:
         if self.computes:
@@ -58,19 +58,34 @@ class OutputPlace(nn.Module):
         return hidden_BLD[..., :1].detach()
 
 
+def _bias_of(module: nn.Module) -> Tensor | None:
+    bias = module.bias
+    assert bias is None or isinstance(bias, Tensor)
+    return bias
+
+
 class ClassHead(nn.Module):
     """Output weights, with the loss as their result in training. With tied embeddings, `output` is
     None."""
 
-    def __init__(self, output: Any, transform: LogitTransform):
+    def __init__(self, output: nn.Module | None, transform: LogitTransform):
         super().__init__()
         self.output = output
         self.transform = transform
 
-    def forward(self, hidden_BLD: Tensor, tied: Any, head: Head, **head_inputs: Any) -> Tensor:
+    def forward(
+        self,
+        hidden_BLD: Tensor,
+        tied: tuple[Tensor, Tensor | None] | None,
+        head: Head,
+        **head_inputs: object,
+    ) -> Tensor:
         """Return `head(hidden states, output weights, …)`; `tied` are weights and bias of others,
         or None. A bias is one more column of weights."""
-        weight_VD, bias_V = tied or (effective_weight(self.output), self.output.bias)
+        if tied is None:
+            assert self.output is not None
+            tied = effective_weight(self.output), _bias_of(self.output)
+        weight_VD, bias_V = tied
         if bias_V is not None:
             weight_VD = torch.cat((weight_VD, bias_V[:, None]), dim=1)
             hidden_BLD = torch.cat((hidden_BLD, torch.ones_like(hidden_BLD[..., :1])), dim=-1)

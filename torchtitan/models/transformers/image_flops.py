@@ -2,14 +2,14 @@
 both without memory."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchtitan.models.transformers.captions import tower_of
+from torchtitan.models.transformers.captions import ImageFeatures, tower_of
 from torchtitan.models.transformers.description import build_class
 from torchtitan.models.transformers.image_codes import encode_each_image
 from torchtitan.models.transformers.images import (
@@ -43,15 +43,21 @@ class _MetaIfMixed(TorchDispatchMode):
     what depends on sizes only: towers read them."""
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         tensors = [one for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)]
         if any(tensor.is_meta for tensor in tensors):
             if func is reading_operation():  # such as whether a mask hides anything
                 return False
             if func is torch.ops.aten.index.Tensor:
-                args = (args[0], _places(args[1]))
+                x, indices = args
+                assert isinstance(indices, list)
+                args = (x, _places(indices))
             args, kwargs = tree_map(_on_meta, (args, kwargs))
         if tensors and kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": "meta" if any(x.is_meta for x in tensors) else "cpu"}
@@ -78,10 +84,17 @@ def _fusing_attention() -> Iterator[None]:
     (`findings/torch_function_modes_miss_recomputation.sh`)."""
     plain: Callable[..., Tensor] = nn.functional.scaled_dot_product_attention
 
-    def attention(*args: Any, **kwargs: Any) -> Tensor:
-        mask = kwargs.get("attn_mask")
-        is_trained = mask is not None and mask.requires_grad
-        return (plain if is_trained else _fused_attention)(*args, **kwargs)
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *args: object,
+        **options: object,
+    ) -> Tensor:
+        is_trained = attn_mask is not None and attn_mask.requires_grad
+        compute = plain if is_trained else _fused_attention
+        return compute(query, key, value, attn_mask, *args, **options)
 
     nn.functional.scaled_dot_product_attention = attention
     try:
@@ -104,7 +117,7 @@ def _fused_attention(
     return result
 
 
-def _features(model: object) -> Any:
+def _features(model: "PreTrainedModel") -> Callable[..., ImageFeatures]:
     """Return the method of a class for the features of images. Raise `NotImplementedError` if it
     has none."""
     owner = feature_owner(model)
@@ -141,7 +154,7 @@ class ImageFlops:
 
     def __init__(self, config: "PretrainedConfig"):
         self._config = config
-        self._plain: Any = None
+        self._plain: PreTrainedModel | None = None
         self._is_told = False
         self._counts: dict[tuple[object, ...], float] = {}
 

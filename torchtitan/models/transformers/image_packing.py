@@ -1,7 +1,7 @@
 """Packed documents with images in a class of transformers, in the fastest way that a trial of a
 tiny clone allows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from torchtitan.models.transformers.description import forward_arguments
 from torchtitan.models.transformers.images import image_arguments, token_mask
 from torchtitan.models.transformers.packing import (
     KERNEL,
+    ClassOutputs,
     ForwardPass,
     Packing,
     log_packing,
@@ -25,6 +26,7 @@ from torchtitan.models.transformers.packing import (
 from torchtitan.models.transformers.tiny import CLONE_TOLERANCE, TEXT_IDS, random_clone, trial
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.images import OF_TOKENS, ImageInputs
+from torchtitan.protocols.model import effective_weight
 from torchtitan.tools.device import send
 from torchtitan.tools.errors import UserError, in_words
 
@@ -87,8 +89,8 @@ def run_with_images(
     *,
     static: bool = False,
     masks_padding: bool = False,
-    **options: Any,
-) -> Any:
+    **options: object,
+) -> ClassOutputs:
     """Call a class on packed documents with their images, or, if `attention` has no positions, on
     rows of one document each; `gather_with_images` its results. See `Packing.run` for `static` and
     `masks_padding`."""
@@ -100,14 +102,16 @@ def run_with_images(
         inputs["attention_mask"] = token_mask(tokens_BL, attention)
         inputs |= cross_attention_arguments(model, tokens_BL, inputs)
         inputs |= caption_inputs(model, inputs)
-        return model(**inputs, **options)
+        of_rows: ClassOutputs = model(**inputs, **options)
+        return of_rows
     rows = DocumentRows.of(attention, tokens_BL.device)
     if packing.mode == "rows":
         inputs |= {name: rows.take(inputs[name]) for name in _of_tokens(inputs)}
         inputs["attention_mask"] = rows.mask_NM
         inputs |= cross_attention_arguments(model, inputs["input_ids"], inputs)
         inputs |= caption_inputs(model, inputs)
-        return model(**inputs, **options)
+        of_documents: ClassOutputs = model(**inputs, **options)
+        return of_documents
     if "position_ids" in forward_arguments(model):
         inputs["position_ids"] = _positions(model, inputs, attention, rows)
     # With a mask, transformers does not look for documents in the positions.
@@ -139,7 +143,7 @@ def mask_with_images(
     return padding_mask(tokens_BL, attention).bool().flatten()
 
 
-def implementation_with_images(config: PretrainedConfig, packing: Packing) -> Any:
+def implementation_with_images(config: PretrainedConfig, packing: Packing) -> dict[str, str] | None:
     """Return the attention implementation of a class's language model, by the name of its
     configuration; vision towers keep their own. None: the default."""
     if packing.mode != "kernel":
@@ -155,15 +159,16 @@ def _of_tokens(inputs: Mapping[str, object]) -> list[str]:
 
 
 def _positions(
-    model: Any,
-    inputs: Mapping[str, Any],
+    model: "PreTrainedModel",
+    inputs: Mapping[str, Tensor],
     attention: AttentionMetadata,
     rows: DocumentRows,
 ) -> Tensor:
     """Return the positions of packed tokens, (B, L) or (axes, B, L). The class computes those of
     several axes, for each document by itself."""
     assert attention.positions_BL is not None
-    own: Callable[..., Any] = type(model)._prepare_position_ids_for_generation
+    assert isinstance(model, GenerationMixin)
+    own = type(model)._prepare_position_ids_for_generation
     if own is GenerationMixin._prepare_position_ids_for_generation:
         return attention.positions_BL
     of_rows = {name: rows.take(inputs[name]) for name in _of_tokens(inputs)}
@@ -210,7 +215,7 @@ class _Trial:
             _document(n_text, n_images, image_id) for row in _DOCUMENTS for n_text, n_images in row
         ]
         self.n_images = [n_images for row in _DOCUMENTS for _, n_images in row]
-        width = self.model.get_input_embeddings().weight.shape[1]
+        width = effective_weight(self.model.get_input_embeddings()).shape[1]
         self.features = torch.randn(sum(self.n_images), _N_TOKENS, width)
         self.deepstack = torch.randn(sum(self.n_images), _N_TOKENS, width)
         self.image_id = image_id
@@ -274,7 +279,7 @@ class _Trial:
         )
         for module in self.model.modules():
             if hasattr(module, "get_image_features"):
-                module.get_image_features = lambda *args, **kwargs: result
+                vars(module)["get_image_features"] = lambda *args, **kwargs: result
 
 
 def _document(n_text: int, n_images: int, image_id: int) -> Tensor:

@@ -5,12 +5,12 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, get_origin, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from torchtitan.models.transformers.captions import reads_captions
+from torchtitan.models.transformers.captions import ImageFeatures, reads_captions
 from torchtitan.models.transformers.description import forward_arguments
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.images import OF_TOKENS, PLACES, TOKEN_TYPES, ImageInputs
@@ -47,6 +47,13 @@ _OTHER_SENSES = re.compile(r"audio|speech|sound")
 """Names of the towers that images do not reach."""
 
 
+@runtime_checkable
+class ReadsImages(Protocol):
+    """A module with the method of its class for the features of images."""
+
+    def get_image_features(self, *args: object, **kwargs: object) -> ImageFeatures: ...
+
+
 def is_language_model(config: "PretrainedConfig") -> bool:
     """Return whether a class's configuration describes a language model by itself."""
     return config.get_text_config(decoder=True) is config and not _tower_types(config)
@@ -60,7 +67,7 @@ def _tower_types(config: "PretrainedConfig") -> set[type]:
     return {type(part) for part in parts if part is not None and type(part) is not type(text)}
 
 
-def parts_of(model: Any) -> dict[Part, list[nn.Parameter]]:
+def parts_of(model: "PreTrainedModel") -> dict[Part, list[nn.Parameter]]:
     """Return the parameters of a class by part; a language model by itself has one part."""
     if is_language_model(model.config):
         return {"language": list(model.parameters())}
@@ -91,7 +98,7 @@ def _config_of(module: nn.Module) -> object:
     return getattr(module, "config", None)
 
 
-def train_parts(model: object, trained: list[Part]) -> None:
+def train_parts(model: "PreTrainedModel", trained: list[Part]) -> None:
     """Freeze the parameters of all other parts. Raise `UserError` if a part has none."""
     parts = parts_of(model)
     for name in trained:
@@ -114,13 +121,13 @@ def image_arguments(
     tensors = images.tensors
     if not tensors and reads_latest_image(model):
         tensors = images.blank  # which no token reads
-    arguments = {
+    arguments: dict[str, Tensor | list[int]] = {
         name: _as_taken(tensor, dtype, accepted[name].annotation if name in accepted else None)
         for name, tensor in tensors.items()
     }
     types = [name for name in accepted if name.endswith(OF_TOKENS)]
     if not arguments:
-        arguments = absent_images(model, images.token_types_BL)
+        arguments |= absent_images(model, images.token_types_BL)
     return arguments | {name: images.more_types.get(name, images.token_types_BL) for name in types}
 
 
@@ -129,7 +136,7 @@ def reads_latest_image(model: "PreTrainedModel") -> bool:
     return _LATEST in forward_arguments(model)
 
 
-def has_prefixes(cls: Any, config: "PretrainedConfig") -> bool:
+def has_prefixes(cls: type["PreTrainedModel"], config: "PretrainedConfig") -> bool:
     """Return whether the prompts of a class, with tokens of type 0, see both ways, as in
     PaliGemma."""
     text = config.get_text_config(decoder=True)
@@ -167,7 +174,7 @@ def counted_positions(model: "PreTrainedModel", ids_BS: Tensor, mask_BS: Tensor)
 
 def feature_arguments(
     method: Callable[..., object], tensors: Mapping[str, Tensor], dtype: torch.dtype
-) -> dict[str, Any]:
+) -> dict[str, Tensor | list[int]]:
     """Return those tensors that a class's `get_image_features` takes, as `image_arguments` does."""
     accepted = inspect.signature(method).parameters
     return {
@@ -177,7 +184,7 @@ def feature_arguments(
     }
 
 
-def _as_taken(tensor: Tensor, dtype: torch.dtype, annotation: object) -> Any:
+def _as_taken(tensor: Tensor, dtype: torch.dtype, annotation: object) -> Tensor | list[int]:
     """Return a tensor in `dtype` if it has floating point, and a list if a class takes lists of
     integers only, such as `list[int] | None`."""
     if tensor.is_floating_point():
@@ -185,7 +192,10 @@ def _as_taken(tensor: Tensor, dtype: torch.dtype, annotation: object) -> Any:
     is_union = isinstance(annotation, UnionType)
     kinds = get_args(annotation) if is_union else (annotation,)
     takes_lists = any(get_origin(kind) is list for kind in kinds)
-    return tensor.tolist() if takes_lists and Tensor not in kinds else tensor
+    if takes_lists and Tensor not in kinds:
+        numbers: list[int] = tensor.tolist()
+        return numbers
+    return tensor
 
 
 def without_images(readers: Sequence[nn.Parameter], hidden_BLD: Tensor) -> Tensor:
@@ -197,10 +207,10 @@ def without_images(readers: Sequence[nn.Parameter], hidden_BLD: Tensor) -> Tenso
     return hidden_BLD
 
 
-def feature_owner(model: object) -> Any:
+def feature_owner(model: nn.Module) -> ReadsImages | None:
     """Return the module whose `get_image_features` a class calls; None if it has none."""
     owners = (getattr(model, "model", None), model)
-    return next((owner for owner in owners if hasattr(owner, "get_image_features")), None)
+    return next((owner for owner in owners if isinstance(owner, ReadsImages)), None)
 
 
 def is_projected(output: object) -> bool:
@@ -210,7 +220,7 @@ def is_projected(output: object) -> bool:
     return any(getattr(output, name, None) is not None for name in names)
 
 
-def features_in(output: Any) -> list[Tensor]:
+def features_in(output: ImageFeatures) -> list[Tensor]:
     """Return what a class uses of the results of its `get_image_features`. Some classes pair them
     with the numbers of layers."""
     pooled = getattr(output, "pooler_output", None)
@@ -228,10 +238,11 @@ def join_image_experts(model: nn.Module) -> None:
 
 
 def _with_image_experts(
-    module: Any, args: object, output: tuple[Tensor, Tensor]
+    module: nn.Module, args: object, output: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     states, router_logits = output
-    return without_images(list(module.vision_moe.parameters()), states), router_logits
+    experts = module.get_submodule("vision_moe")
+    return without_images(list(experts.parameters()), states), router_logits
 
 
 @contextlib.contextmanager
@@ -246,7 +257,9 @@ def reading_blank(
     `projector` returns the parameters of the projector. Their gradients are 0 if features pass it
     after the class's method. The gradients of parts that images do not reach, such as Janus's parts
     for the images that it draws, stay None, as with images."""
-    method = feature_owner(model).get_image_features
+    owner = feature_owner(model)
+    assert owner is not None, "see `_reads_blank`"
+    method = owner.get_image_features
     arguments = feature_arguments(method, images.blank, dtype)
     zeros: list[Tensor] = []
 
@@ -292,22 +305,22 @@ def running_vision_once(model: "PreTrainedModel", layer: nn.Module) -> Iterator[
         yield
 
 
-def vision_layers(model: Any) -> list[str]:
+def vision_layers(model: "PreTrainedModel") -> list[str]:
     """Return the layers of a class's vision tower by name: the modules in its largest list, in
     forward order; empty without a list, or without a method for the features of images."""
     vision = {id(parameter) for parameter in parts_of(model).get("vision", [])}
-    lists: dict[str, list[nn.Parameter]] = {}
+    lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         parameters = list(module.parameters())
         is_vision = bool(parameters) and all(id(one) in vision for one in parameters)
         if not isinstance(module, nn.ModuleList) or not is_vision or _OTHER_SENSES.search(name):
             continue
         if all(type(one).forward is not nn.Module.forward for one in module):
-            lists[name] = parameters
+            lists[name] = module
     if not lists or not (feature_owner(model) or reads_captions(model.config)):
         return []
-    largest = max(lists, key=lambda name: sum(one.numel() for one in lists[name]))
-    return [f"{largest}.{index}" for index in range(len(model.get_submodule(largest)))]
+    largest = max(lists, key=lambda name: sum(one.numel() for one in lists[name].parameters()))
+    return [f"{largest}.{index}" for index in range(len(lists[largest]))]
 
 
 def places_of(model: "PreTrainedModel", *names: Part) -> list[tuple[nn.Module, str]]:

@@ -7,8 +7,7 @@ give, for one block at a time."""
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +48,13 @@ def add_initializers(model: nn.Module) -> None:
 class _SmallTensors(TorchFunctionMode):
     """Puts tensors of at most `_SMALL` elements into memory, and others on the meta device."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Tensor],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> Tensor:
         kwargs = kwargs or {}
         if func in device_constructors() and kwargs.get("device") is None:
             size = func(*args, **{**kwargs, "device": "meta"}).numel()
@@ -105,7 +110,9 @@ def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(module, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
 
 
-def _with_owners(module: nn.Module, owner: object = None) -> Iterator[tuple[Any, nn.Module]]:
+def _with_owners(
+    module: nn.Module, owner: PreTrainedModel | None = None
+) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
     """Yield every module with the innermost model of transformers around it, whose `_init_weights`
     initializes it."""
     owner = module if isinstance(module, PreTrainedModel) else owner

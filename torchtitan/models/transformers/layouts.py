@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from tyro.conf import Suppress
@@ -26,18 +26,21 @@ from torchtitan.models.transformers.tiny import tiny_config
 from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.errors import UserError
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 
 @dataclass(kw_only=True, slots=True)
 class ClassConfig(BaseModel.Config):
     """A config.json, with the sizes of the language model, and its layouts."""
 
-    document: Suppress[dict[str, Any]]
+    document: Suppress[dict[str, object]]
     """Content of config.json."""
     reads_images: Suppress[bool] = False
     """True if batches have images."""
 
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Self:
+    def of(cls, document: Mapping[str, object]) -> Self:
         """Return the configuration for a config.json. Raise `UserError` as
         `checked_document`."""
         kept = checked_document(document)
@@ -57,7 +60,7 @@ class ClassConfig(BaseModel.Config):
             document=kept,
         )
 
-    def transformers_config(self) -> Any:
+    def transformers_config(self) -> "PretrainedConfig":
         """Return transformers' configuration object."""
         return transformers_config(self.document, self.vocab_size)
 
@@ -164,7 +167,7 @@ class ClassConfig(BaseModel.Config):
         return sizes
 
 
-def _check_layers(layers: PerLayer, wanted: Mapping[str, Any], text: Any) -> None:
+def _check_layers(layers: PerLayer, wanted: Mapping[str, object], text: "PretrainedConfig") -> None:
     """Raise `UserError` if a configuration has changed its layers, as Gemma 4's does with the kind
     of the last one."""
     found = text.to_dict()

@@ -65,7 +65,7 @@ from torchtitan.models.transformers.images import (
 from torchtitan.models.transformers.initialize import add_initializers, class_values
 from torchtitan.models.transformers.layouts import ClassConfig
 from torchtitan.models.transformers.output import logit_transform
-from torchtitan.models.transformers.packing import choose_packing
+from torchtitan.models.transformers.packing import ClassOutputs, choose_packing
 from torchtitan.models.transformers.scores import reason_against_scores, with_score
 from torchtitan.models.transformers.stages import (
     Division,
@@ -101,7 +101,7 @@ class TransformersModel(BaseModel):
         two), vision."""
 
         @builds(lambda: TransformersModel)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the model on the current device."""
 
         def validate(self) -> None:
@@ -157,7 +157,7 @@ class TransformersModel(BaseModel):
         super().__init__(config)
         described = config.transformers_config()
         transform = UNCHANGED if config.scores else logit_transform(config.document)
-        implementation: Any
+        implementation: str | dict[str, str] | None
         if config.reads_images or needs_images(described):
             self.packing = choose_image_packing(described)
             implementation = implementation_with_images(described, self.packing)
@@ -419,7 +419,7 @@ class TransformersModel(BaseModel):
         *,
         head: Head = compute_logits,
         images: ImageInputs | None = None,
-        **head_inputs: Any,
+        **head_inputs: object,
     ) -> Tensor:
         """Return logits (B, L, V), or the result of `head`; see
         `torchtitan.models.common.decoder.Decoder.forward`. `images` are the images of the
@@ -444,8 +444,9 @@ class TransformersModel(BaseModel):
             result = self.head(hidden_BLD, tied, head, **head_inputs)
         else:
             result = head(hidden_BLD, None, **head_inputs)
-        is_loss = self.training and "labels_BL" in head_inputs and result.ndim == 0
-        if not is_loss or balance is not None:
+        labels_BL = head_inputs.get("labels_BL")
+        is_loss = self.training and result.ndim == 0 and balance is None
+        if not is_loss or not isinstance(labels_BL, Tensor):
             return result
         if self.stage is not None and self.has_auxiliary_loss:
             raise UserError(
@@ -455,12 +456,12 @@ class TransformersModel(BaseModel):
         auxiliary = getattr(outputs, "aux_loss", None)
         if not isinstance(auxiliary, Tensor):
             return result
-        n_labels = (head_inputs["labels_BL"] != IGNORE_INDEX).sum()
+        n_labels = (labels_BL != IGNORE_INDEX).sum()
         return result + self.auxiliary_weight * auxiliary * n_labels
 
     def _next_tokens(
         self, tokens_BL: Tensor, attention: NextTokens, images: ImageInputs | None
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[ClassOutputs, Tensor]:
         """Return the class's outputs and the hidden states of tokens that follow a cache."""
         inputs = None
         reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -477,7 +478,7 @@ class TransformersModel(BaseModel):
         attention: AttentionMetadata | None,
         images: ImageInputs,
         balance: ClassBalance | None,
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[ClassOutputs, Tensor]:
         """Return the class's outputs and the hidden states of documents with images."""
         with self._reading_images(images):
             outputs = run_with_images(
@@ -505,7 +506,7 @@ class TransformersModel(BaseModel):
         tokens_BL: Tensor,
         attention: AttentionMetadata | None,
         balance: ClassBalance | None,
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[ClassOutputs, Tensor]:
         """Return the class's outputs and the hidden states of documents. A pipeline stage after the
         first gets hidden states instead of tokens."""
         if needs_images(self.model.config) and not self.config.reads_images:
@@ -547,7 +548,7 @@ class TransformersModel(BaseModel):
             options["output_router_logits"] = False  # the class's loss needs at least one layer
         return options
 
-    def _hidden_of(self, outputs: Any) -> Tensor:
+    def _hidden_of(self, outputs: ClassOutputs) -> Tensor:
         """Return the hidden states before the head; the logits of a class that computes them."""
         hidden: Tensor = self.captured.hidden.pop() if self.captured else outputs.logits
         return hidden

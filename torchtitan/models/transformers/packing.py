@@ -7,7 +7,18 @@ from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from types import FunctionType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    Protocol,
+    Required,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    get_args,
+)
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +41,9 @@ from torchtitan.tools.device import send
 from torchtitan.tools.errors import UserError, in_words
 from torchtitan.tools.logging import logger
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 KERNEL = "torchtitan"  # the name of our attention among transformers' names
 
 Mode = Literal["kernel", "masks", "rows"]
@@ -37,6 +51,46 @@ Mode = Literal["kernel", "masks", "rows"]
 # Functions that transformers builds share the code of their builder.
 _JOINED_MASKS = masking_utils.and_masks()
 _WINDOW_MASK = masking_utils.sliding_window_overlay(1)
+
+
+class KernelProperties(TypedDict):
+    """What the choice of a kernel depends on besides the batch, see `choose_kernel`."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    capped: bool
+
+
+Index = Tensor | int
+"""An index of a mask function: of the row, the head, the query or the key."""
+
+MaskT = TypeVar("MaskT")
+
+
+class MaskOptions(TypedDict, total=False):
+    """The arguments of transformers' mask functions, such as `sdpa_mask`, that are read here."""
+
+    batch_size: Required[int]
+    q_length: Required[int]
+    kv_length: Required[int]
+    mask_function: Required[FunctionType]
+    config: Required[PretrainedConfig]
+    device: Required[torch.device | str]
+    dtype: Required[torch.dtype]
+    attention_mask: Tensor | None
+    allow_is_causal_skip: bool
+    allow_is_bidirectional_skip: bool
+
+
+class ClassOutputs(Protocol):
+    """Results of a class. Some have more fields, such as `aux_loss` and caches."""
+
+    @property
+    def logits(self) -> Tensor: ...
+
+    @property
+    def router_logits(self) -> tuple[Tensor, ...] | None: ...
 
 
 @dataclass(frozen=True)
@@ -56,11 +110,12 @@ class ForwardPass:
     """True if masks depend on places in the row, as masks of images do, and not on positions in
     documents only."""
 
-    def call(self, model: Any, **inputs: Any) -> Any:
+    def call(self, model: "PreTrainedModel", **inputs: object) -> ClassOutputs:
         """Call a class in this pass."""
         context = copy_context()
         context.run(_current.set, self)
-        return context.run(model, **inputs)
+        outputs: ClassOutputs = context.run(model, **inputs)
+        return outputs
 
 
 _current: ContextVar[ForwardPass | None] = ContextVar("current", default=None)
@@ -76,14 +131,14 @@ class Documents:
         *,
         static: bool,
         attend: nn.Module | None = None,
-        **properties: Any,
+        **properties: Unpack[KernelProperties],
     ):
         self.attention, self.static = attention, static
         self.attend = attend
-        self._with_kernels: dict[Any, AttentionMetadata] = {}
+        self._with_kernels: dict[object, AttentionMetadata] = {}
         self.with_kernel(**properties)  # expected of all layers, so that blocks find it
 
-    def with_kernel(self, **properties: object) -> AttentionMetadata:
+    def with_kernel(self, **properties: Unpack[KernelProperties]) -> AttentionMetadata:
         """Return the metadata with the kernel for these arguments of `choose_kernel`, chosen once
         per batch."""
         key = None if self.static else tuple(properties.values())
@@ -92,7 +147,7 @@ class Documents:
         return self._with_kernels[key]
 
 
-def _window(mask_function: Any) -> tuple[bool, int | None]:
+def _window(mask_function: FunctionType) -> tuple[bool, int | None]:
     """Return whether a mask of transformers is causal within at most a window, and the window."""
     parts = [mask_function]
     if mask_function.__code__ is _JOINED_MASKS.__code__:
@@ -104,7 +159,7 @@ def _window(mask_function: Any) -> tuple[bool, int | None]:
     return len(windows) < len(parts), min(sizes, default=None)
 
 
-def _make_mask(**options: Any) -> Tensor | Documents | None:
+def _make_mask(**options: Unpack[MaskOptions]) -> Tensor | Documents | None:
     """Make the mask of a model whose attention is ours, with the arguments of transformers'
     `sdpa_mask`."""
     current, (is_plain, window) = _active(options), _window(options["mask_function"])
@@ -122,7 +177,7 @@ def _make_mask(**options: Any) -> Tensor | Documents | None:
     )
 
 
-def _active(options: dict[str, Any]) -> ForwardPass | None:
+def _active(options: MaskOptions) -> ForwardPass | None:
     """Return the current forward pass if a mask is one of the tokens of its documents."""
     current = _current.get()
     if current is None or options["q_length"] != options["kv_length"]:
@@ -135,11 +190,11 @@ def _active(options: dict[str, Any]) -> ForwardPass | None:
     return current if shape == (options["batch_size"], options["q_length"]) else None
 
 
-def _within_documents(make: Callable[..., object]) -> Callable[..., Any]:
+def _within_documents(make: Callable[..., MaskT]) -> Callable[..., MaskT]:
     """Make one of transformers' mask functions keep the documents of the current forward pass
     apart."""
 
-    def make_within(**options: Any) -> Any:
+    def make_within(**options: Unpack[MaskOptions]) -> MaskT:
         if (current := _active(options)) is not None:
             options["attention_mask"] = None  # all ones, or zeros only after all that a token sees
             if (positions_BL := current.attention.positions_BL) is not None:
@@ -152,18 +207,19 @@ def _within_documents(make: Callable[..., object]) -> Callable[..., Any]:
     return make_within
 
 
-def _remap(
-    mask_function: Callable[..., object], positions_BL: Tensor, *, at_places: bool
-) -> Callable[..., Any]:
+def _remap(mask_function: FunctionType, positions_BL: Tensor, *, at_places: bool) -> FunctionType:
     documents_BL = (positions_BL == 0).cumsum(-1)
 
-    def is_same(b: Any, h: Any, q: Any, k: Any) -> Any:
+    def is_same(b: Index, h: Index, q: Index, k: Index) -> Tensor:
         return documents_BL[b, q] == documents_BL[b, k]
 
-    def at_positions(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return mask_function(b, h, positions_BL[b, q], positions_BL[b, k])
+    def at_positions(b: Index, h: Index, q: Index, k: Index) -> Tensor:
+        seen: Tensor = mask_function(b, h, positions_BL[b, q], positions_BL[b, k])
+        return seen
 
-    return masking_utils.and_masks(is_same, mask_function if at_places else at_positions)
+    joined = masking_utils.and_masks(is_same, mask_function if at_places else at_positions)
+    assert isinstance(joined, FunctionType)
+    return joined
 
 
 _WITHOUT_EFFECT = {
@@ -202,12 +258,12 @@ def _attend(
             raise NotImplementedError(f"attention with {unknown[0]}")
         # Latent attention has values of another width, which not all kernels support.
         width = max(query.shape[-1], value.shape[-1])
-        properties = {
-            "device": query.device,
-            "dtype": query.dtype,
-            "head_dim": width,
-            "capped": softcap is not None,
-        }
+        properties = KernelProperties(
+            device=query.device,
+            dtype=query.dtype,
+            head_dim=width,
+            capped=softcap is not None,
+        )
         inputs: tuple[Tensor, ...] = (query, key, value)
         products: Callable[..., Tensor] = attend
         if dropout:
@@ -284,7 +340,7 @@ class Packing:
 
     def run(
         self,
-        model: object,
+        model: "PreTrainedModel",
         tokens_BL: Tensor,
         attention: AttentionMetadata | None,
         *,
@@ -292,7 +348,7 @@ class Packing:
         masks_padding: bool = False,
         attend: nn.Module | None = None,
         **options: object,
-    ) -> Any:
+    ) -> ClassOutputs:
         """Call a class on packed tokens, or, without `attention`, on rows of one document each;
         `gather` its results. With `static`, kernels have constant shapes, for compiled blocks. With
         `masks_padding`, the class gets a mask of padding, which its losses of routers read and our

@@ -1,9 +1,9 @@
 """The fields of a config.json that differ by layer."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 _LAYERS = re.compile(
     r"num_hidden_layers|n_layers?|num_layers|((num_)?(encoder|decoder)_)?layers|.*depth|num_blocks"
@@ -25,7 +25,7 @@ class PerLayer:
     """0: it counts no layers."""
     counts: dict[str, int]
     """Numbers of layers."""
-    lists: dict[str, list[Any]]
+    lists: dict[str, list[object]]
     """Lists with an item for each layer."""
     chosen: dict[str, list[int]]
     """Lists of numbers of layers."""
@@ -34,11 +34,11 @@ class PerLayer:
     periods: list[int]
     n_shared: int
     """Layers at the end that share what others compute."""
-    overrides: dict[int, Any]
+    overrides: dict[int, object]
     """Fields of single layers."""
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> Self:
+    def of(cls, values: Mapping[str, Any]) -> Self:
         counts = {
             name: n
             for name, n in values.items()
@@ -130,6 +130,7 @@ class PerLayer:
             values["attention_types"] = [[values["attention_layers"], 1]]
 
 
-def _are_layers(numbers: list[Any], n_layers: int) -> bool:
+def _are_layers(items: list[object], n_layers: int) -> TypeGuard[list[int]]:
     """Return whether a list names layers, in order."""
-    return all(type(i) is int and i < n_layers for i in numbers) and numbers == sorted(set(numbers))
+    numbers = [i for i in items if type(i) is int and i < n_layers]
+    return len(numbers) == len(items) and numbers == sorted(set(numbers))

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -67,14 +67,14 @@ def reason_against_scores(document: Mapping[str, object]) -> str:
         return f"a trial of {classifier.__name__} failed: {in_words(error):.200}"
 
 
-def _difference(model: Any, classifier: Any) -> str:
+def _difference(model: "PreTrainedModel", classifier: type["PreTrainedModel"]) -> str:
     """Return how a class for scores differs from a language model with a score."""
     config = copy.deepcopy(model.config)
     config.num_labels = 1
     config.get_text_config().pad_token_id = 0  # not in the text, whose last token has the score
     other = classifier._from_config(config, dtype=torch.float32).eval()
     with_score(model)
-    score_1D = torch.randn(model.get_submodule(output_name(model)).weight.shape)
+    score_1D = torch.randn(model.get_submodule(output_name(model)).get_parameter("weight").shape)
     place = OutputPlace(model, computes=False)
     model.set_submodule(output_name(model), place)
     names = {name for name in other.state_dict() if not name.startswith(f"{SCORE}.")}

@@ -41,7 +41,7 @@ class Absent(AbsentModule):
         self.__dict__.update(own)
         self.states = states
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Tensor | None:
         first = args[0] if args else kwargs.get("hidden_states")
         if isinstance(first, Tensor) and first.is_floating_point():
             return first
@@ -51,16 +51,17 @@ class Absent(AbsentModule):
 class Entry(Absent):
     """The absent block before the first own one: returns the hidden states of the last stage."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Tensor | None:
         return self.states.received
 
 
 class Exit(Absent):
     """The absent block after the last own one: keeps the hidden states for the next stage."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.states.sent = args[0] if args else kwargs["hidden_states"]
-        return self.states.sent
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:  # type: ignore[override]
+        sent = args[0] if args else kwargs["hidden_states"]
+        self.states.sent = sent
+        return sent
 
 
 @dataclass(eq=False)

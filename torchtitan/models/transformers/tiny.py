@@ -5,7 +5,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from transformers import PretrainedConfig
@@ -14,7 +14,11 @@ from torchtitan.models.transformers.description import build_class, forward_argu
 from torchtitan.models.transformers.images import absent_images
 from torchtitan.models.transformers.per_layer import PerLayer
 
-F = TypeVar("F", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+P = ParamSpec("P")
+T = TypeVar("T")
 M = TypeVar("M", bound=torch.nn.Module)
 
 HIDDEN = 64
@@ -76,23 +80,26 @@ _LIMITS: list[tuple[str, int | None]] = [
 _results: dict[str, Any] = {}
 
 
-def trial(compute: F) -> F:
+def trial(compute: Callable[P, T]) -> Callable[P, T]:
     """Run a function of a model's description on the CPU, without gradients, and once per
     description."""
 
     @functools.wraps(compute)
-    def compute_once(*args: object, **kwargs: object) -> Any:
+    def compute_once(*args: P.args, **kwargs: P.kwargs) -> T:
         assert not any(map(callable, args)), "a function's name tells no models apart"
         key = json.dumps((compute.__name__, args, kwargs), sort_keys=True, default=str)
         if key not in _results:
             with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
                 _results[key] = compute(*args, **kwargs)
-        return _results[key]
+        result: T = _results[key]
+        return result
 
-    return cast(F, compute_once)
+    return compute_once
 
 
-def text_inputs(model: Any, tokens_BL: torch.Tensor, **optional: Any) -> dict[str, Any]:
+def text_inputs(
+    model: "PreTrainedModel", tokens_BL: torch.Tensor, **optional: object
+) -> dict[str, object]:
     """Return the arguments of a class for tokens of text: those of `optional` that it takes, and
     types of tokens."""
     optional |= {"use_cache": False, "mm_token_type_ids": torch.zeros_like(tokens_BL)}  # no images
@@ -106,7 +113,7 @@ def text_inputs(model: Any, tokens_BL: torch.Tensor, **optional: Any) -> dict[st
 
 def random_clone(
     config: PretrainedConfig, implementation: str | dict[str, str] | None = None
-) -> Any:
+) -> "PreTrainedModel":
     """Build a tiny clone, in a `trial`, with reproducible weights, so large that each part changes
     the logits."""
     torch.manual_seed(0)
@@ -186,7 +193,7 @@ def _shrink(values: dict[str, Any], config: PretrainedConfig, special_ids: dict[
     _fit(values, old)
 
 
-def _smaller(name: str, value: object, old: dict[str, Any]) -> Any:
+def _smaller(name: str, value: object, old: Mapping[str, Any]) -> object:
     """Return the value of a field for a tiny model; `old` holds the fields of the real one."""
     if isinstance(value, (list, tuple)):
         return [_smaller(name, item, old) for item in value]
@@ -213,25 +220,26 @@ def _smaller(name: str, value: object, old: dict[str, Any]) -> Any:
     return value if limit is None else min(value, limit)
 
 
-def _relative(name: str, value: Any, old: Any, new: Any) -> Any:
+def _relative(name: str, value: object, old: object, new: object) -> object:
     """Return the value of a field of one layer, if the other layers have `old` in the real model
     and `new` here."""
-    if type(value) is not int or type(old) is not int or value == old:
+    if type(value) is not int or type(old) is not int or type(new) is not int or value == old:
         return new
     if "dim" in name and new * value % old == 0:
         return new * value // old
     return 2 * new if value > old else max(new // 2, 1)
 
 
-def _special_id(value: Any, special_ids: dict[int, int]) -> Any:
+def _special_id(value: object, special_ids: dict[int, int]) -> object:
     """Return an id outside `TEXT_IDS`, the same one for the same `value`."""
     if isinstance(value, (list, tuple)):
         return [_special_id(item, special_ids) for item in value]
-    is_special = type(value) is int and value >= TEXT_IDS.start
-    return special_ids.setdefault(value, VOCABULARY - 1 - len(special_ids)) if is_special else value
+    if type(value) is not int or value < TEXT_IDS.start:
+        return value
+    return special_ids.setdefault(value, VOCABULARY - 1 - len(special_ids))
 
 
-def _fit(values: dict[str, Any], old: dict[str, Any]) -> None:
+def _fit(values: dict[str, Any], old: Mapping[str, Any]) -> None:
     """Fit the fields that several sizes determine."""
     if "expand" in values and "num_heads" in values:
         values["num_heads"] = values["expand"] * HIDDEN // HEAD_DIM

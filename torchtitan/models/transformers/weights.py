@@ -153,7 +153,7 @@ class TransformersAdapter(StateDictAdapter):
     """
 
     def __init__(self, model: TransformersModel):
-        self._class: Any = model.model
+        self._class = model.model
         aliases: dict[str, str] = self._class.all_tied_weights_keys
         self._replaced = f"{model.output_name}." if model.config.scores else None
         if self._replaced:
@@ -270,7 +270,7 @@ def _is_unread(config: "PretrainedConfig", name: str) -> bool:
 def _group(
     model: "PreTrainedModel",
     names: Iterable[str],
-    rules: Iterable[Any],
+    rules: Iterable[loading.WeightTransform],
     known: dict[str, str] | None = None,
 ) -> dict[str, Converted]:
     """Return name of the first result → the tensors of a class, or of files, that transformers'
