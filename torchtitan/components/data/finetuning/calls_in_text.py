@@ -5,7 +5,7 @@ import ast
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchtitan.components.data.finetuning.conversation import BrokenSample, normalize, shortened
 from torchtitan.components.data.sources.rows import parse_json
@@ -36,7 +36,7 @@ class Tagged(NamedTuple):
 
     text: str
     """Text before the calls."""
-    calls: list[Any]
+    calls: list[object]
 
 
 def read_call(text: str) -> object:
@@ -66,7 +66,7 @@ def _quoted(text: str) -> object:
         return parse_json(text.replace("\\'", "'"))
 
 
-def _literal(text: str) -> Any:
+def _literal(text: str) -> dict[object, object] | list[object] | None:
     """Parse a dictionary or list in Python's syntax; return None for other texts."""
     try:
         value = ast.literal_eval(text.strip())
@@ -107,17 +107,14 @@ def results_in(text: str) -> list[dict[str, object]]:
     return [_result(one[1].strip()) for one in _ONE_RESULT.finditer(text)]
 
 
-def _result(text: str) -> dict[str, Any]:
+def _result(text: str) -> dict[str, object]:
     try:
         known = parse_json(text)
     except ValueError:
         known = _literal(text)
-    is_wrapped = (
-        isinstance(known, Mapping)
-        and "content" in known
-        and {*known} <= {"name", "content", "tool_call_id"}
-    )
-    if not is_wrapped:
+    if not isinstance(known, Mapping) or "content" not in known:
+        return {"content": text}
+    if not {*known} <= {"name", "content", "tool_call_id"}:
         return {"content": text}
     content = known["content"]
     if not isinstance(content, str):
@@ -125,7 +122,7 @@ def _result(text: str) -> dict[str, Any]:
     return {**known, "content": content}
 
 
-def move_tools(messages: list[object], tools: object) -> tuple[list[Any], Any]:
+def move_tools(messages: list[object], tools: object) -> tuple[list[object], object]:
     """Return messages without the tools that Hermes' system prompts write between `<tools>` tags,
     and the tools. The other words of the prompt stay. Raise `BrokenSample` if a row's tools differ
     from those."""
@@ -155,15 +152,12 @@ def _objects(text: str) -> list[object]:
     """Parse a list of objects, or objects after each other, in JSON or Python's syntax; empty for
     other texts."""
     text = text.strip()
-    found: Any = _literal(text)
+    found: object = _literal(text)
     if found is None:
         found = _consecutive(text)
-    listed = (
-        found[0]
-        if len(found) == 1 and isinstance(found, list) and isinstance(found[0], list)
-        else found
-    )
-    listed = listed if isinstance(listed, list) else [listed]
+    listed = found if isinstance(found, list) else [found]
+    if len(listed) == 1 and isinstance(listed[0], list):
+        listed = listed[0]
     return listed if all(isinstance(one, Mapping) for one in listed) else []
 
 
@@ -183,20 +177,20 @@ def _consecutive(text: str) -> list[object]:
     return found
 
 
-def glaive_turns(text: str) -> list[dict[str, Any]] | None:
+def glaive_turns(text: str) -> list[dict[str, object]] | None:
     """Parse a text such as "USER: Hi\\n\\n\\nASSISTANT: Hello" into turns without end tokens; None
     if it is none."""
     before, *pieces = _GLAIVE_SPEAKER.split(text)
     if before.strip() or "USER" not in pieces[::2]:
         return None
-    turns = []
+    turns: list[dict[str, object]] = []
     for speaker, piece in zip(pieces[::2], pieces[1::2], strict=True):
         piece = piece.strip().removesuffix(_END).strip()
         turns.append({"role": _GLAIVE_ROLES[speaker], "content": piece})
     return turns
 
 
-def glaive_system(text: str) -> tuple[str, list[Any]]:
+def glaive_system(text: str) -> tuple[str, list[object]]:
     """Return the words of Glaive's system prompt, and the functions that follow them. Raise
     `BrokenSample` if these cannot be read."""
     words, brace, functions = text.strip().removeprefix("SYSTEM:").partition("{")

@@ -82,7 +82,7 @@ class Conversation:
     "parameters": …}}`."""
     trained: list[bool | None] = field(default_factory=list)
     """For each message, whether to train on it; None, the default: `train_on` decides."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, object] = field(default_factory=dict)
     """Options of the chat template that the row sets, such as `enable_thinking`."""
     images: list[Any] = field(default_factory=list)
     """Images in the order of their places, the parts `{"type": "image"}` of messages whose content
@@ -180,7 +180,7 @@ def normalize(messages: object, tools: object = None, options: object = None) ->
     return Conversation(normal, functions, trained, _options(options))
 
 
-def _options(options: object) -> dict[str, Any]:
+def _options(options: object) -> dict[str, object]:
     if options in (None, "", {}):
         return {}
     known = _object(from_json(options, "chat_template_kwargs"), "chat_template_kwargs")
@@ -192,7 +192,7 @@ def _options(options: object) -> dict[str, Any]:
     return {name: value for name, value in known.items() if value is not None}
 
 
-def from_json(value: object, what: str) -> Any:
+def from_json(value: object, what: str) -> object:
     """Parse `value` if it is text. Raise `BrokenSample` for invalid JSON."""
     if not isinstance(value, str):
         return value
@@ -269,7 +269,7 @@ def _content(content: object) -> str:
     return checked_text(content, "content")
 
 
-def _part(part: Any) -> str:
+def _part(part: object) -> str:
     if isinstance(part, str):
         return checked_text(part, "content")
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
@@ -278,7 +278,7 @@ def _part(part: Any) -> str:
             f"its content has a part of type {kind!r}, and this configuration trains on text; "
             f"{CONFIGURATIONS_OF_IMAGES}"
         )
-    if kind not in _TEXT_PARTS:
+    if kind not in _TEXT_PARTS or not isinstance(part, Mapping):
         raise BrokenSample(f"its content has a part of type {kind!r}; only text is supported")
     text = next(
         (part[key] for key in ("text", "value", "content") if part.get(key) is not None), None
@@ -303,7 +303,7 @@ def _tool_call(call: Mapping[str, object], parameters: Mapping[str, object]) -> 
     return {**wrapper, "type": "function", "function": function}
 
 
-def _without_nulls(value: object, schema: object = None) -> Any:
+def _without_nulls(value: object, schema: object = None) -> object:
     """Return an object without the null values that a table adds to it, in all depths: null stays
     where the schema requires the key or allows null."""
     if isinstance(value, list):
@@ -341,7 +341,7 @@ def _tools(tools: object) -> list[dict[str, Any]] | None:
     for item in [listed] if isinstance(listed, Mapping) else _list(listed or [], "tools"):
         tool = _object(from_json(item, "item of tools"), "item of tools")
         if not isinstance(tools, str) and not isinstance(item, str):
-            tool = _without_nulls(tool)
+            tool = _object(_without_nulls(tool), "item of tools")
         function = _function(tool, "tool")
         if isinstance(function.get("parameters"), str):
             function["parameters"] = _object(
@@ -352,13 +352,13 @@ def _tools(tools: object) -> list[dict[str, Any]] | None:
     return wrapped or None
 
 
-def _objects(value: object, what: str) -> list[Mapping[str, Any]]:
+def _objects(value: object, what: str) -> list[Mapping[str, object]]:
     """Return the objects of a list. It and each item may be JSON text."""
     items = _list(_parsed(value, what) or [], what)
     return [_object(from_json(item, f"item of {what}"), f"item of {what}") for item in items]
 
 
-def _parsed(value: object, what: str) -> Any:
+def _parsed(value: object, what: str) -> object:
     """Return a cell that may be JSON text; None for blank text."""
     return None if isinstance(value, str) and not value.strip() else from_json(value, what)
 
@@ -398,13 +398,13 @@ def _trained(turn: Mapping[str, object]) -> bool | None:
     return values.pop() if values else None
 
 
-def _list(value: object, what: str) -> Sequence[Any]:
+def _list(value: object, what: str) -> Sequence[object]:
     if not isinstance(value, list):
         raise BrokenSample(f"the {what} must be a list, not {kind_of(value)}: {shortened(value)}")
     return value
 
 
-def _object(value: object, what: str) -> Mapping[str, Any]:
+def _object(value: object, what: str) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
         raise BrokenSample(
             f"the {what} must be an object, not {kind_of(value)}: {shortened(value)}"

@@ -3,7 +3,7 @@ unusable rows, `EmptySample` for empty ones."""
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -40,7 +40,7 @@ from torchtitan.tools.errors import UserError
 Cells = dict[str, Any]
 """A row's cells by column."""
 
-PromptReader = Callable[[Cells], list[Any]]
+PromptReader = Callable[[Cells], list[object]]
 """Returns the turns of a row's prompt."""
 
 _BEGINS_TRANSCRIPT = re.compile(r"\s*Human:")
@@ -96,13 +96,13 @@ def read_question(question: str, answer: str, row: Cells) -> Conversation:
     return _answered(_conversation(row, [*prompt, *_with_reasoning(response, row)]))
 
 
-def _with_reasoning(response: list[Any], row: Cells) -> list[object]:
+def _with_reasoning(response: Sequence[object], row: Cells) -> list[object]:
     """Return the turns of an answer with the reasoning of a row's own column, which belongs to the
     only turn."""
     found = {column: row[column] for column in REASONING_COLUMNS if row.get(column) is not None}
     reasoning = one_reasoning(found) if found else ""
     if not reasoning:
-        return response
+        return list(response)
     if len(response) != 1 or not isinstance(response[0], Mapping):
         raise BrokenSample(
             "the answer has several turns, so a column with reasoning cannot be assigned to one"
@@ -314,7 +314,7 @@ def _answered(conversation: Conversation) -> Conversation:
     return conversation
 
 
-def _conversation(row: Cells, turns: list[Any]) -> Conversation:
+def _conversation(row: Cells, turns: Sequence[object]) -> Conversation:
     messages, system = openai_messages(turns), row.get("system")
     if system not in ("", None):
         if messages and role_of(messages[0]) == "system":

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from torchtitan.components.chat_template.forms import REASONING, without_empty_block
 from torchtitan.components.data.finetuning.conversation import Message
@@ -36,8 +36,8 @@ def lost_parts(message: Message, text: str) -> Iterator[Part]:
         yield "content"
 
 
-def _is_called(function: Mapping[str, Any], text: str) -> bool:
-    if function["name"] not in text:
+def _is_called(function: Mapping[str, object], text: str) -> bool:
+    if str(function["name"]) not in text:
         return False
     return all(is_written(leaf, text) for leaf in _leaves(function.get("arguments") or {}))
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torchtitan.components.data.finetuning.prompt_streams import PromptStreamDataLoader
 
 
-def first_message(row: dict[str, Any]) -> dict[str, object]:
+def first_message(row: Mapping[str, Any]) -> dict[str, object]:
     """Return the prompt of a conversation: its messages before the first answer."""
     messages = itertools.takewhile(lambda message: message["role"] != "assistant", row["messages"])
     return {"prompt": list(messages)}
@@ -106,7 +106,7 @@ class PromptInBatch(NamedTuple):
     """A prompt of a batch."""
 
     ids: list[int]
-    row: dict[str, Any]
+    row: dict[str, object]
     document: int
     """Number in the data."""
     images: Sequence[Mapping[str, object]]

@@ -3,7 +3,7 @@ must write."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchtitan.components.chat_template import BUILT_IN_TEMPLATES, ChatTemplate
 from torchtitan.components.chat_template.forms import REASONING, Form, Forms
@@ -207,7 +207,7 @@ class TurnFinder:
         marked = row.with_markers(number)
         complete: list[tuple[_Rank, Form]] = []
         lossy: list[tuple[int, Form]] = []
-        kinds: dict[tuple[Any, ...], int] = {}
+        kinds: dict[tuple[object, ...], int] = {}
         n_full = 0
         furthest = Attempt(None)
         for form in self.forms.candidates(traits):

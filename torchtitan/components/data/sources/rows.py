@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.redact import redact
@@ -146,7 +146,7 @@ def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str) -> object:
     """Parse JSON. Raise `ValueError` with a readable message if the text is invalid, nested too
     deeply, or not valid Unicode."""
     try:

@@ -99,7 +99,7 @@ def _take_parts(message: Turn) -> str:
         message["content"] = None
     elif kept and all(map(is_text, kept)):
         message["content"] = "".join(
-            part if isinstance(part, str) else text_of(part) for part in kept
+            part if isinstance(part, str) else str(text_of(part)) for part in kept
         )
     return "\n\n".join(text for text in reasoning if text.strip())
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 from torchtitan.components.data.finetuning.calls_in_text import (
     calls_in,
@@ -31,7 +30,7 @@ def openai_calls(functions: object) -> list[object]:
     return [openai_call(call) for call in listed]
 
 
-def openai_call(call: object) -> Any:
+def openai_call(call: object) -> object:
     """Return a call in OpenAI's format; an invalid one unchanged."""
     if isinstance(call, str):
         with suppress(BrokenSample):  # which `normalize` reports

@@ -1,12 +1,11 @@
 """Parts of a message's content."""
 
 from collections.abc import Mapping
-from typing import Any
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def type_of(part: object) -> Any:
+def type_of(part: object) -> object:
     return part.get("type") if isinstance(part, Mapping) else None
 
 
@@ -23,7 +22,7 @@ def has_text(part: object) -> bool:
     return isinstance(text, str) and bool(text.strip())
 
 
-def text_of(part: object) -> Any:
+def text_of(part: object) -> object:
     keys = ("text", "value", "content")
     return (
         next((part[key] for key in keys if part.get(key) is not None), None)

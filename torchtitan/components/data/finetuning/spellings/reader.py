@@ -1,7 +1,7 @@
 """Consecutive turns in any spelling to messages, and the results of calls to their calls."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torchtitan.components.data.finetuning.spellings.roles import Turn, role_of
 from torchtitan.components.data.finetuning.spellings.single_turns import is_plain, message_of
 
 
-def openai_messages(turns: list[object]) -> list[object]:
+def openai_messages(turns: Sequence[object]) -> list[object]:
     """Convert turns in any spelling to messages with `role` and `content`.
 
     Call ids that are missing have nine letters and digits, as some templates require. Raise
@@ -39,7 +39,7 @@ def openai_messages(turns: list[object]) -> list[object]:
 
 class _Call(NamedTuple):
     id: str
-    name: Any
+    name: object
 
 
 class _Reader:
@@ -55,7 +55,7 @@ class _Reader:
         """Calls of earlier turns without results."""
         self._invented: dict[str, Turn] = {}
         """Calls that had no ids, by the ids given to them."""
-        self._ids: set[Any] = set()
+        self._ids: set[object] = set()
         self._n_calls = 0
 
     def read(self, turn: object) -> None:
@@ -122,16 +122,15 @@ class _Reader:
         self._unanswered += self._pending
         self._pending = []
 
-    def _registered(self, calls: list[Any]) -> list[Any]:
+    def _registered(self, calls: list[object]) -> list[object]:
         """Return calls with ids, which become pending."""
-        if not all(isinstance(call, Mapping) for call in calls):
+        copies: list[Turn] = [dict(call) for call in calls if isinstance(call, Mapping)]
+        if len(copies) < len(calls):
             return calls
-        registered = []
-        for call in calls:
-            call = dict(call)
-            name = (
-                call["function"].get("name") if isinstance(call.get("function"), Mapping) else None
-            )
+        registered: list[object] = []
+        for call in copies:
+            function = call.get("function")
+            name = function.get("name") if isinstance(function, Mapping) else None
             if call.get("id") in (None, ""):
                 call["id"] = self._new_id()
                 self._invented[call["id"]] = call
@@ -208,10 +207,12 @@ class _Reader:
 _OWN_KEYS = ("role", "content", "tool_calls", "reasoning_content", WRITTEN)
 
 
-def _continues(previous: Any, call: Turn) -> bool:
+def _continues(previous: object, call: Turn) -> bool:
     """Return whether a call belongs to the message before it, since both are one turn of the
     assistant."""
-    if role_of(previous) != "assistant" or call.get("reasoning_content"):
+    if not isinstance(previous, Mapping) or role_of(previous) != "assistant":
+        return False
+    if call.get("reasoning_content"):
         return False
     if not isinstance(previous.get("content"), str | None):
         return False

@@ -1,7 +1,7 @@
 """JSON schemas of the arguments of tools, in any spelling."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeGuard
 
 from torchtitan.components.data.finetuning.spellings.parts import type_of
 from torchtitan.components.data.finetuning.spellings.roles import Turn
@@ -43,7 +43,9 @@ def _with_parameters(function: Turn) -> Turn:
     return {**function, "parameters": _schema(parameters)}
 
 
-def _is_table(parameters: Mapping[str, object]) -> bool:
+def _is_table(
+    parameters: Mapping[str, object],
+) -> TypeGuard[Mapping[str, Mapping[str, object]]]:
     """Return whether parameters are xLAM's: a mapping of names to objects with a type, without a
     schema's own keys."""
     return bool(parameters) and all(
@@ -51,12 +53,12 @@ def _is_table(parameters: Mapping[str, object]) -> bool:
     )
 
 
-def _schema(table: Mapping[str, Any]) -> Turn:
+def _schema(table: Mapping[str, Mapping[str, object]]) -> Turn:
     """Return the JSON schema of xLAM's arguments, such as {"n": {"type": "int, optional"}}. Types
     that JSON schemas do not have (`List[int]`) keep their words in the description."""
     properties, required = {}, []
     for name, given in table.items():
-        written = given["type"]
+        written = str(given["type"])
         words = [word.strip() for word in written.split(",")]
         is_optional = words[-1] == "optional"
         kind = ",".join(words[:-1] if is_optional else words)
