@@ -8,11 +8,13 @@ import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.equivalence.workers import Workers
+from tests.processes import address_of_server, use_server
 from torchtitan.components.tokenizer import PretrainedTokenizer, Tokenizer
 from torchtitan.tools import device
 from torchtitan.tools.logging import logger
@@ -29,6 +31,17 @@ MEASUREMENT = device._CPU_SECONDS, device._CPU_SIZES
 device._CPU_SECONDS, device._CPU_SIZES = 0.001, (128,)
 
 PROJECT = Path(__file__).resolve().parent.parent
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give a process of xdist the server of this one, from which tests fork."""
+    node.workerinput["fork_server"] = address_of_server()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        use_server(config.workerinput["fork_server"])
 
 
 def pytest_collection_finish() -> None:

@@ -3,6 +3,7 @@
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.reduction
+import multiprocessing.resource_tracker
 import os
 import socket
 import traceback
@@ -19,16 +20,43 @@ import torch.multiprocessing
 _ROOT = Path(__file__).resolve().parent.parent
 
 
+_server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+
+
 def forking() -> ForkServerContext:
     """Return the context whose processes are forked from a server that has imported the libraries
-    (`preloaded`). They have the server's environment variables; pass on the variables of this
-    process if they matter."""
+    (`preloaded`). They have the server's environment variables, output and error; pass on those of
+    this process if they matter."""
     multiprocessing.set_forkserver_preload(["tests.uncollected", "tests.preloaded"])
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     # One thread each: the libraries' thread pools do not survive the fork.
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path):
-        multiprocessing.forkserver.ensure_running()
+        _server.ensure_running()
     return multiprocessing.get_context("forkserver")
+
+
+def address_of_server() -> str:
+    """Start the server of this process and return its address, for `use_server` in others, which
+    must end before this one. What it prints is dropped, since nothing captures it."""
+    with open(os.devnull, "w") as null:
+        kept = [os.dup(number) for number in (1, 2)]
+        for number in (1, 2):
+            os.dup2(null.fileno(), number)
+        try:
+            forking()
+        finally:
+            for number, descriptor in enumerate(kept, start=1):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+    address: str = _server._forkserver_address
+    return address
+
+
+def use_server(address: str) -> None:
+    """Use another process's server, instead of importing everything once more."""
+    _server._forkserver_address = address
+    _server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)  # the other process has it
+    _server.ensure_running = multiprocessing.resource_tracker.ensure_running
 
 
 def use_default_start_method() -> None:
@@ -57,12 +85,10 @@ def run_processes(function: Callable[..., None], world_size: int, *args: Any) ->
     )
 
 
-class Surroundings:
-    """Environment variables and standard output and error of this process, to send to a new
-    process."""
+class Output:
+    """Standard output and error of this process, to send to a new process."""
 
     def __init__(self) -> None:
-        self._environment = dict(os.environ)
         self._output: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,12 +98,23 @@ class Surroundings:
 
     def take(self) -> None:
         """Apply them to this process."""
-        os.environ.clear()
-        os.environ |= self._environment
         for number, sent in enumerate(self._output, start=1):
             opened = sent.detach()
             os.dup2(opened, number)
             os.close(opened)
+
+
+class Surroundings(Output):
+    """Environment variables and output of this process, to send to a new process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._environment = dict(os.environ)
+
+    def take(self) -> None:
+        os.environ.clear()
+        os.environ |= self._environment
+        super().take()
 
 
 def _run(

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 
-from tests.processes import forking, use_default_start_method
+from tests.processes import Output, forking, use_default_start_method
 
 _COLLECTIVE_SECONDS = 60
 """Timeout of collectives in seconds, after which the peers of a failed rank fail too."""
@@ -95,7 +95,7 @@ class Workers:
         for rank in range(self.count):
             connection, remote = context.Pipe()
             process = context.Process(
-                target=_serve, args=(remote, rank, self.count, port), daemon=True
+                target=_serve, args=(Output(), remote, rank, self.count, port), daemon=True
             )
             process.start()
             remote.close()
@@ -140,10 +140,11 @@ def _receive(connection: Connection) -> str | None:
     return failure
 
 
-def _serve(connection: Connection, rank: int, world_size: int, port: int) -> None:
+def _serve(output: Output, connection: Connection, rank: int, world_size: int, port: int) -> None:
     """Run received functions until None is received."""
     import torch.distributed as dist
 
+    output.take()
     faulthandler.enable()
     use_default_start_method()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
