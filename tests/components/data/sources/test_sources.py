@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+import fsspec
 import pyarrow
 import pytest
 import zstandard
@@ -14,6 +15,7 @@ from pyarrow import parquet
 
 from tests.components.data.helpers import raises
 from torchtitan.assets.stories import Stories
+from torchtitan.components.data.sources import lakes
 from torchtitan.components.data.sources.files import CHUNK_SIZE
 from torchtitan.components.data.sources.source import (
     DOCUMENTS,
@@ -122,6 +124,43 @@ def test_folder_is_searched_in_sorted_order(tmp_path):
     assert read_documents(source) == ["j", "c", "z", "b"]
     assert documents_at(tmp_path / "**" / "*.txt*") == ["c", "b"]
     assert documents_at(tmp_path / "[ab].txt") == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "name"),
+    [
+        ("_delta_log/00000000000000000000.json", "Delta Lake"),
+        ("metadata/00000-dceaab3f.metadata.json", "Iceberg"),
+        (".hoodie/hoodie.properties", "Hudi"),
+        ("_versions/18446744073709551614.manifest", "Lance"),
+    ],
+)
+def test_tables_whose_files_may_be_replaced(metadata, name, tmp_path, monkeypatch, log):
+    """The names are those that deltalake 1.6, pyiceberg 0.12, Hudi and pylance 14 write."""
+    monkeypatch.setattr(lakes, "_warned", set())
+    table = tmp_path / "[a]" / "table"
+    for file in (table / "part=1" / "a.parquet", table / metadata):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_table(file) if file.suffix == ".parquet" else file.write_text("{}")
+    for folder in (table, tmp_path):
+        with raises(f"'{folder}' is or contains a table of {name} ("):
+            documents_at(folder)
+    store = fsspec.filesystem("memory")
+    store.pipe({f"/{name}/a.parquet": b"", f"/{name}/{metadata}": b"{}"})
+    with raises(f"is or contains a table of {name} ("):
+        resolve_source(f"memory://{name}")
+    assert "table" not in log.text
+    for files in (table / "part=1" / "a.parquet", tmp_path / "*" / "table" / "**" / "*.parquet"):
+        assert documents_at(files) == documents_at(write_table(tmp_path / "b.parquet"))
+    assert log.text.count(f"{table} is a table of {name}, whose files may hold") == 1
+
+
+def test_other_folders_are_no_tables(tmp_path, log):
+    for name in ("metadata/a.jsonl", "_versions/a.jsonl", "delta_log/0.jsonl", "data/b.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        write_table(tmp_path / name, texts=[name])
+    assert len(documents_at(tmp_path)) == 4 == len(documents_at(tmp_path / "*" / "*"))
+    assert "table" not in log.text
 
 
 def test_links_in_a_folder_cause_no_duplicates(tmp_path):

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from torchtitan.components.data.sources.files import file_format, supported_formats
+from torchtitan.components.data.sources.lakes import reject_tables, warn_of_tables
 from torchtitan.tools.errors import UserError, suggest
 from torchtitan.tools.files import is_url, read_regular, regular_file
 
@@ -98,11 +99,13 @@ def local_files(dataset: str, names: Sequence[str]) -> dict[str, Path]:
     path = _path(dataset)
     try:
         if path.is_file() and dataset:
-            return {path.name: _readable(path)}
+            found_file = _readable(path)
+            warn_of_tables([path.absolute().as_posix()], _glob_name)
+            return {path.name: found_file}
         if path.is_dir() and dataset:
-            found = _without_duplicates(
-                file for found in _folders(path) for file in _data_files(*found)
-            )
+            folders = list(_folders(path))
+            reject_tables(dataset, _all_files(folders))
+            found = _without_duplicates(file for names in folders for file in _data_files(*names))
             if not found:
                 raise UserError(
                     f"the folder {dataset!r} contains no data files ({supported_formats()})"
@@ -116,6 +119,7 @@ def local_files(dataset: str, names: Sequence[str]) -> dict[str, Path]:
             )
             if not matches:
                 raise UserError(f"no file matches the pattern {dataset!r}")
+            warn_of_tables((match.absolute().as_posix() for match in matches), _glob_name)
             return {str(match): match for match in matches}
         raise UserError(_not_found_message(dataset, path, names))
     except OSError as error:
@@ -143,6 +147,20 @@ def _folders(top: Path) -> Iterator[tuple[Path, list[str]]]:
             path.name for path in sorted(visible, key=lambda path: (path.is_symlink(), path.name))
         ]
         yield Path(folder), names
+
+
+def _all_files(folders: Iterable[tuple[Path, list[str]]]) -> Iterator[str]:
+    """Yield the paths of all files of folders, and of those that mark hidden folders of tables."""
+    for folder, names in folders:
+        for name in names:
+            yield (folder / name).as_posix()
+        yield from glob.glob(str(Path(glob.escape(str(folder)), ".hoodie", "*")))
+
+
+def _glob_name(path: str) -> list[str]:
+    """Return the files whose name matches the last part of a path."""
+    folder, name = os.path.split(path)
+    return glob.glob(os.path.join(glob.escape(folder), name))
 
 
 def _data_files(folder: Path, names: Iterable[str]) -> Iterator[Path]:

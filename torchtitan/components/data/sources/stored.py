@@ -18,6 +18,7 @@ from torchtitan.components.checkpoint.filesystem import (
     open_store,
 )
 from torchtitan.components.data.sources.files import FilePart, file_format, supported_formats
+from torchtitan.components.data.sources.lakes import reject_tables
 from torchtitan.components.data.sources.rows import Document, OnRead, Part, Row, first_line
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import without_query
@@ -132,6 +133,7 @@ def stored_files(url: str, text_column: str) -> list[StoredPart]:
     is_pattern = any(character in without_query(root) for character in "*?[")
     find = store.glob if is_pattern else store.find
     found = with_patience(f"listing {url}", lambda: find(root, detail=True))
+    reject_tables(url, found)
     parts = []
     for path in sorted(
         path for path in found if file_format(Path(without_query(path))) is not None
