@@ -21,6 +21,7 @@ from tests.vision_types_i_to_m import I_TO_M_IN_ROWS, I_TO_M_TYPES
 from tests.vision_types_leading import LEADING_TYPES, PLACING_TYPES
 from tests.vision_types_m_to_v import ROWS_M_TO_V, TYPES_M_TO_V
 from tests.vision_types_of_captions import CAPTION_TYPES
+from tests.vision_types_of_decoders import DECODER_TYPES
 from tests.vision_types_of_timm import TYPES_OF_JOINED_TILES, TYPES_OF_TIMM, TYPES_OF_TORCHVISION
 from torchtitan.components.images.opening import pixtral_class
 
@@ -58,7 +59,7 @@ _TEMPLATE = """\
 
 _TYPES = TYPES | MORE_TYPES | B_TO_G | I_TO_M_TYPES | TYPES_M_TO_V
 _TYPES |= TYPES_OF_TORCHVISION | TYPES_OF_TIMM | LEADING_TYPES | PLACING_TYPES
-_TYPES |= CAPTION_TYPES
+_TYPES |= CAPTION_TYPES | DECODER_TYPES
 
 VISION_TYPES: tuple[str, ...] = tuple(TYPES)
 
@@ -69,8 +70,11 @@ def documented_template(word: str) -> str:
     return str(next(text for text in found if word in text))
 
 
-ALL_VISION_TYPES: tuple[str, ...] = tuple(name for name in _TYPES if name not in CAPTION_TYPES)
-"""Also those of which fewer tests train a model; but none that reads one image before each text."""
+ALL_VISION_TYPES: tuple[str, ...] = tuple(
+    name for name in _TYPES if name not in CAPTION_TYPES | DECODER_TYPES
+)
+"""Also those of which fewer tests train a model; but none that reads one image before each text, or
+in its encoder."""
 
 IN_ROWS = ("qwen3_5", "hunyuan_vl", "qwen3_5_moe", "granite4_vision", "deepseek_vl_hybrid")
 IN_ROWS += ("glm5_next", "chameleon")
@@ -182,10 +186,12 @@ def vision_model(model_type: str, **text: Any) -> Any:
     tokenizer = _tokenizer(kind)
     assert tokenizer.get_vocab_size() <= VOCABULARY
     ids = {text: tokenizer.token_to_id(text) for text in _special_tokens(kind)}
+    of_text, of_vision = kind.sections
+    model_type = kind.model_type or model_type
     config = AutoConfig.for_model(
         model_type,
-        **_sub_config(model_type, "text_config", _TEXT | kind.text | text),
-        **_sub_config(model_type, "vision_config", kind.vision),
+        **_sub_config(model_type, of_text, _TEXT | kind.text | text),
+        **_sub_config(model_type, of_vision, kind.vision),
         **kind.config,
         **{name: ids[token] for name, token in kind.ids.items()},
         **{name: [ids[token] for token in tokens] for name, tokens in kind.id_lists.items()},
@@ -230,7 +236,7 @@ def _sub_config(model_type: str, name: str, values: Mapping[str, Any]) -> dict[s
     if name not in default.sub_configs:
         return {**values}
     part = getattr(default, name)
-    return {name: {**values} if part is None else {**values, "model_type": part.model_type}}
+    return {name: {**values} if part is None else {"model_type": part.model_type, **values}}
 
 
 def _special_tokens(kind: VisionType) -> list[str]:

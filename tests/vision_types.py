@@ -59,6 +59,10 @@ class VisionType:
     """Field of the configuration → the special tokens whose ids it lists."""
     id_maps: dict[str, list[str]] = field(default_factory=dict)
     """Field of the configuration → the special tokens whose ids it has by their text."""
+    model_type: str = ""
+    """Type of the configuration, if it has another name."""
+    sections: tuple[str, str] = ("text_config", "vision_config")
+    """Sections of the configuration for the language model and the vision tower."""
     parts: tuple[str, ...] = ("language", "projector", "vision")
     """Parts of the class."""
     n_before: int = 0

@@ -230,6 +230,5 @@ REFUSED_M_TO_V = (
     "shieldgemma2",
     "t5gemma2",
     "udop",
-    "vision-encoder-decoder",
 )
 """Types that do not train on conversations with images: `tests/models/test_image_types_m_to_v.py`."""

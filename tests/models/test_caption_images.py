@@ -3,7 +3,7 @@ processor makes of the same images and texts."""
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,14 @@ def write_model(model_type: str, folder: Path, **text: Any) -> Path:
     begin, named = "<bos>", {"bos_token": "<bos>"}
     if is_bert:
         begin, named = "[CLS]", {"cls_token": "[CLS]", "mask_token": "[MASK]", "sep_token": END}
+    write_wrapping(folder, named, [begin, END] if is_bert else [begin])
+    (folder / "chat_template.jinja").write_text(documented_template("mask_token"))
+    return folder
+
+
+def write_wrapping(folder: Path, named: dict[str, str], around: list[str]) -> None:
+    """Let the tokenizer in a folder write the first token of `around` before each text, and the
+    second one, if any, after it; with these `named` tokens."""
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text()) | named
     settings["model_input_names"] = ["input_ids", "attention_mask"]
@@ -66,7 +74,6 @@ def write_model(model_type: str, folder: Path, **text: Any) -> Path:
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     ids = {one["content"]: one["id"] for one in tokenizer["added_tokens"]}
-    around = [begin, END] if is_bert else [begin]
     parts: list[Any] = [{"SpecialToken": {"id": token, "type_id": 0}} for token in around]
     parts.insert(1, {"Sequence": {"id": "A", "type_id": 0}})
     tokenizer["post_processor"] = {
@@ -78,8 +85,6 @@ def write_model(model_type: str, folder: Path, **text: Any) -> Path:
         },
     }
     path.write_text(json.dumps(tokenizer))
-    (folder / "chat_template.jinja").write_text(documented_template("mask_token"))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -146,20 +151,25 @@ def class_of(folder: Path) -> Any:
     return model
 
 
-def parts_of(number: int) -> list[dict[str, str]]:
+def parts_of(number: int, prompts: Sequence[str] = PROMPTS) -> list[dict[str, str]]:
     """Return the content of a question."""
-    text = {"type": "text", "text": PROMPTS[number]}
+    text = {"type": "text", "text": prompts[number]}
     return [{"type": "image", "image": f"{number}.png"}, text]
 
 
-def write_rows(root: Path, prompts: list[str] | None, name: str = "rows.jsonl") -> Path:
+def write_rows(
+    root: Path,
+    prompts: list[str] | None,
+    name: str = "rows.jsonl",
+    answers: Sequence[str] = ANSWERS,
+) -> Path:
     rows: list[dict[str, Any]] = []
-    for number, answer in enumerate(ANSWERS):
+    for number, answer in enumerate(answers):
         image = f"{number}.png"
         if prompts is None:
             rows.append({"text": answer, "image": image})
             continue
-        question = {"role": "user", "content": parts_of(number)}
+        question = {"role": "user", "content": parts_of(number, prompts)}
         rows.append({"messages": [question, {"role": "assistant", "content": answer}]})
     return written(root / name, rows)
 

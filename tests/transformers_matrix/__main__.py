@@ -25,6 +25,7 @@ from tests.vision_types_b_to_g import B_TO_G_REFUSED
 from tests.vision_types_i_to_m import I_TO_M_REFUSED, WITH_TORCHVISION
 from tests.vision_types_m_to_v import REFUSED_M_TO_V
 from tests.vision_types_of_captions import CAPTION_TYPES
+from tests.vision_types_of_decoders import ENCODER_DECODERS
 
 COLUMNS = ("model_type", "class", "packing", "layouts", "head", "images", "verdict")
 MECHANISM_COLUMNS = (
@@ -196,7 +197,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def images_of(model_type: str) -> str:
     """Return how a type trains on images, by `tests/models/test_images.py`."""
-    if model_type in CAPTION_TYPES:
+    if model_type in {*CAPTION_TYPES, *ENCODER_DECODERS}:
         return "rows"
     if model_type in {*ALL_VISION_TYPES, *WITH_TORCHVISION}:
         return "rows" if model_type in IN_ROWS else "packed"

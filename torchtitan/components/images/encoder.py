@@ -169,6 +169,8 @@ class ImageTokens:
                 "the text next to an image is trained, but its tokens depend on the image; with "
                 "this model, train on turns of the assistant only"
             )
+        kept = form.kept(ids, trained, images)
+        ids, trained = ids[kept], trained[kept]
         form.check(ids, trained)
         return part._replace(ids=ids, trained=trained)
 
@@ -255,8 +257,10 @@ def expand_prompt(
         )
     sizes = [(image.width, image.height) for image in images]
     expanded, _ = ImageTokens(processor, tokenizer).expand(rendered, sizes)
+    images = processor.form.with_prompt(images, ids)
+    expanded = expanded[processor.form.kept(expanded, None, images)]
     processor.form.check(expanded, None)
-    return expanded, processor.form.with_prompt(images, ids)
+    return expanded, images
 
 
 def encode_prompt(

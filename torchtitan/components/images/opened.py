@@ -40,6 +40,7 @@ class ClassTokenizer(Protocol):
     bos_token: str
     bos_token_id: int | None
     mask_token: str | None
+    pad_token: str | None
     backend_tokenizer: Any
     """The tokenizer of the library `tokenizers`."""
 
@@ -88,6 +89,19 @@ class Opened:
         found = (getattr(self.processor, name, None) for name in names)
         token = next(filter(None, found), "")
         return getattr(token, "content", token)
+
+    def config(self, what: str) -> Any:
+        """Return the configuration of transformers in the model's folder. Raise
+        `UserError` if there is none, which names `what` it is needed for."""
+        if not (self.folder / "config.json").is_file():
+            raise UserError(
+                f"'{self.folder}' has no config.json, which names {what}, for {self.name}; use the "
+                "folder of the published model, or one of `torchtitan convert --to hf`"
+            )
+        from transformers import AutoConfig
+
+        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        return AutoConfig.from_pretrained(self.folder, **options)
 
     @property
     def quick_options(self) -> dict[str, object]:

@@ -113,14 +113,15 @@ class RewardModel:
             if not {*self._processor.form.image_ids, self._processor.token_id}.isdisjoint(own):
                 return None
             with errors_of(f"reward_model={self._folder}"):
-                tokens = ImageTokens(self._processor, self._tokenizer)
-                [(part, _)] = tokens.expand_samples([part], images)
                 if images and self._processor.form.reads_prompts:
                     asked = self._template.render(
                         prompt.messages, tools=prompt.tools, add_generation_prompt=True
                     )
-                    [ids] = self._tokenizer.tokenize([asked], allow_special=True)
-                    images = self._processor.form.with_prompt(images, ids)
+                    [before] = self._tokenizer.tokenize([asked], allow_special=True)
+                    images = self._processor.form.with_prompt(images, before)
+                    part.trained[len(before) :] = True
+                tokens = ImageTokens(self._processor, self._tokenizer)
+                [(part, _)] = tokens.expand_samples([part], images)
         part = EncodedSample(np.append(part.ids, 0), np.append(part.trained, False))
         return EncodedRow((part,), images=[image.to_json() for image in images])
 

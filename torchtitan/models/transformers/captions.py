@@ -1,17 +1,25 @@
 """Classes that read one image before each text: each row of tokens needs one.
 
-Source: transformers 5.23.0, models/blip, models/blip_2, models/instructblip and models/git.
+Source: transformers 5.23.0, models/blip, models/blip_2, models/instructblip and models/git;
+`encoder_decoders` for those that read it in an encoder.
 """
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from torchtitan.models.transformers.description import class_of, forward_arguments
+from torchtitan.models.transformers.encoder_decoders import (
+    decoder_inputs,
+    decoder_side,
+    encoder_states,
+    is_encoder_decoder,
+)
+from torchtitan.protocols.images import ImageInputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -19,7 +27,10 @@ if TYPE_CHECKING:
 
 _TYPES = ("blip", "blip-2", "git", "instructblip")
 
-_OF_IMAGES = ("pixel_values", "qformer_input_ids", "qformer_attention_mask")
+_OF_IMAGES = (
+    "pixel_values",
+    *("qformer_input_ids", "qformer_attention_mask"),
+)
 """Names of the arguments of such classes with a row for each image. InstructBLIP's Q-Former reads
 the prompt, too."""
 
@@ -39,12 +50,14 @@ class _TowerStates:
 
 def reads_captions(config: "PretrainedConfig") -> bool:
     """Return whether the class of a configuration reads one image before each text."""
-    return config.model_type in _TYPES
+    return config.model_type in _TYPES or is_encoder_decoder(config)
 
 
 def needs_images(config: "PretrainedConfig") -> bool:
     """Return whether the class of a configuration reads captions, and computes no text without an
     image."""
+    if is_encoder_decoder(config):
+        return True
     if not reads_captions(config):
         return False
     pixels = forward_arguments(class_of(config)[0])["pixel_values"]
@@ -54,8 +67,8 @@ def needs_images(config: "PretrainedConfig") -> bool:
 def text_alone_refusal(config: "PretrainedConfig") -> str:
     """Return why a class of which `needs_images` is true computes no text alone."""
     return (
-        f"model_type {config.model_type} does not compute text alone: its class needs an image, "
-        "pixel_values, for each text; train with --config sft_images or lora_images, and generate "
+        f"model_type {config.model_type} does not compute text alone: its class needs an image "
+        "for each text; train with --config sft_images or lora_images, and generate "
         "with --image"
     )
 
@@ -63,6 +76,8 @@ def text_alone_refusal(config: "PretrainedConfig") -> str:
 def language_side(model: "PreTrainedModel") -> "PreTrainedModel":
     """Return the part of a class that computes text without images: the class, or its language
     model."""
+    if is_encoder_decoder(model.config):
+        return decoder_side(model)
     if not needs_images(model.config):
         return model
     # InstructBLIP's has no head
@@ -89,15 +104,29 @@ def blank_image(model: "PreTrainedModel") -> dict[str, Tensor]:
     return images
 
 
-def caption_inputs(model: "PreTrainedModel", inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_blank(config: "PretrainedConfig", images: ImageInputs) -> ImageInputs:
+    """Return the images of a batch; of one without any, the blank one if the class needs one."""
+    if images.tensors or not reads_captions(config):
+        return images
+    return replace(images, tensors=images.blank)
+
+
+def caption_inputs(
+    model: "PreTrainedModel", inputs: Mapping[str, Tensor], has_text_N: Tensor | None = None
+) -> dict[str, Tensor]:
     """Return the inputs of a class for rows of tokens (N, M), `input_ids` with `attention_mask`: an
     image for each row, from `inputs` with one for each row with text, in their order; others get
-    one of zeros. Nothing for other classes."""
+    one of zeros. Other classes get `inputs`.
+
+    Args:
+        has_text_N: False for a row without text, which keeps one token; None: all have some.
+    """
     if not reads_captions(model.config):
-        return {}
-    mask_NM = inputs["attention_mask"]
-    # a row without text keeps one token
-    places_R = (mask_NM.sum(1) > 1).nonzero().flatten()
+        return dict(inputs)
+    ids_NM, mask_NM = inputs["input_ids"], inputs["attention_mask"]
+    if has_text_N is None:
+        has_text_N = mask_NM.new_ones(len(mask_NM))
+    places_R = has_text_N.nonzero().flatten().to(mask_NM.device)
     if not len(places_R):
         places_R = torch.zeros(1, dtype=torch.long, device=mask_NM.device)
     rows = {}
@@ -106,7 +135,9 @@ def caption_inputs(model: "PreTrainedModel", inputs: Mapping[str, Tensor]) -> di
             assert len(places_R) == len(images), "each text has one image"
             empty = images.new_zeros(len(mask_NM), *images.shape[1:])
             rows[name] = empty.index_copy(0, places_R, images)
-    return {**rows, **without_image(model, inputs["input_ids"], mask_NM)}
+    if is_encoder_decoder(model.config):
+        return decoder_inputs(ids_NM, mask_NM, rows)
+    return {**inputs, **rows, **without_image(model, ids_NM, mask_NM)}
 
 
 def without_image(model: "PreTrainedModel", ids_NM: Tensor, mask_NM: Tensor) -> dict[str, Tensor]:
@@ -133,6 +164,8 @@ def image_states(config: "PretrainedConfig") -> int:
 
 def tower_of(model: "PreTrainedModel") -> Callable[..., ImageFeatures] | None:
     """Return what computes the states of images in such a class that has no method for it."""
+    if is_encoder_decoder(model.config):
+        return functools.partial(encoder_states, model)
     states = {"blip": _blip_states, "git": _git_states}.get(model.config.model_type)
     return None if states is None else functools.partial(states, model)
 

@@ -65,6 +65,10 @@ class ClassCache(KVCache):
             cache=self,
         )
 
+    def newest(self, hidden_BSD: Tensor) -> Tensor:
+        """Return the hidden states of the new tokens from those that the class computed."""
+        return hidden_BSD[:, -self._n_new :]
+
     def advance(self, length: int) -> None:
         """Keep the tokens of the last forward pass; their number must be `length`."""
         assert length == self._n_new
@@ -89,8 +93,8 @@ class ClassCache(KVCache):
         mask_BS = (torch.arange(all_BS.shape[1], device=tokens_BL.device) >= n_padding_B1).long()
         if self._images is not None and self._tokens_BL is None:
             inputs = {**self._images, "input_ids": all_BS, "attention_mask": mask_BS}
-            if rows := caption_inputs(model, inputs):  # also of rows that end later
-                self._images = {name: rows.get(name, x) for name, x in self._images.items()}
+            rows = caption_inputs(model, inputs)  # also of rows that end later
+            self._images = {name: rows[name] for name in self._images}
         known_BS = all_BS
         if self._images is not None:
             all_BS, mask_BS = without_image(model, all_BS, mask_BS).values()

@@ -2,7 +2,7 @@
 tiny clone allows."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, PretrainedConfig
 
-from torchtitan.models.transformers.captions import caption_inputs, reads_captions
+from torchtitan.models.transformers.captions import caption_inputs, reads_captions, with_blank
 from torchtitan.models.transformers.cross_attention import cross_attention_arguments
 from torchtitan.models.transformers.description import forward_arguments
 from torchtitan.models.transformers.images import image_arguments, token_mask
@@ -94,14 +94,15 @@ def run_with_images(
     """Call a class on packed documents with their images, or, if `attention` has no positions, on
     rows of one document each; `gather_with_images` its results. See `Packing.run` for `static` and
     `masks_padding`."""
-    if reads_captions(model.config) and not images.tensors:
-        images = replace(images, tensors=images.blank)
+    images = with_blank(model.config, images)
     inputs: dict[str, Any] = {"input_ids": tokens_BL, **image_arguments(model, images, dtype)}
     options["use_cache"] = False
     if attention is None or attention.positions_BL is None:
         inputs["attention_mask"] = token_mask(tokens_BL, attention)
         inputs |= cross_attention_arguments(model, tokens_BL, inputs)
-        inputs |= caption_inputs(model, inputs)
+        n_tokens_B = None if attention is None else attention.n_tokens_B
+        has_text_B = None if n_tokens_B is None else n_tokens_B > 0
+        inputs = caption_inputs(model, inputs, has_text_B)
         of_rows: ClassOutputs = model(**inputs, **options)
         return of_rows
     rows = DocumentRows.of(attention, tokens_BL.device)
@@ -109,7 +110,7 @@ def run_with_images(
         inputs |= {name: rows.take(inputs[name]) for name in _of_tokens(inputs)}
         inputs["attention_mask"] = rows.mask_NM
         inputs |= cross_attention_arguments(model, inputs["input_ids"], inputs)
-        inputs |= caption_inputs(model, inputs)
+        inputs = caption_inputs(model, inputs)
         of_documents: ClassOutputs = model(**inputs, **options)
         return of_documents
     if "position_ids" in forward_arguments(model):

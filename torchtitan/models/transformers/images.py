@@ -27,7 +27,7 @@ Part = Literal["language", "projector", "vision"]
 _PROJECTORS = re.compile(
     r"(model\.|git\.)?("
     # a module next to the vision tower
-    r"\w*(projector|projection|connector|aligner|adapter|resampler|qformer)\w*(\.|$)|"
+    r"\w*(projector|projection|enc_to_dec_proj|connector|aligner|adapter|resampler|qformer)\w*(\.|$)|"
     r"(embed_vision|visual_embeddings_table|vision_embed_tokens|merger)\.|"
     r"(image_newline|view_separator|query_tokens)$|"
     # a module in the tower, after its layers

@@ -24,10 +24,13 @@ from torchtitan.models.transformers.captions import (
     needs_images,
     reads_captions,
     text_alone_refusal,
+    with_blank,
 )
 from torchtitan.models.transformers.context import ClassAttention
 from torchtitan.models.transformers.cross_attention import cross_attention_layers
+from torchtitan.models.transformers.decoder_cache import DecoderCache, has_decoder_cache
 from torchtitan.models.transformers.description import build_class, class_of
+from torchtitan.models.transformers.encoder_decoders import is_encoder_decoder
 from torchtitan.models.transformers.experts import (
     even_experts,
     fused_experts,
@@ -319,9 +322,14 @@ class TransformersModel(BaseModel):
         return class_values(self.config, names, seed)
 
     def generation_cache(self, make_default: Callable[[], object]) -> ClassCache | None:
-        if not has_cache(self.config.document, self._implementation):
+        if not self._has_cache():
             return None
-        return ClassCache(self._prompt_images)
+        kind = DecoderCache if is_encoder_decoder(self.model.config) else ClassCache
+        return kind(self._prompt_images)
+
+    def _has_cache(self) -> bool:
+        compute = has_decoder_cache if is_encoder_decoder(self.model.config) else has_cache
+        return bool(compute(self.config.document, self._implementation))
 
     @cached_property
     def _places_of_readers(self) -> list[tuple[nn.Module, str]]:
@@ -381,7 +389,7 @@ class TransformersModel(BaseModel):
         Raises:
             UserError: if the class has no cache here that keeps images.
         """
-        if not has_cache(self.config.document, self._implementation):
+        if not self._has_cache():
             name = type(self.model).__name__
             raise UserError(f"{name} cannot generate from images here: its cache is not used")
         dtype = self._reader_dtype()
@@ -466,11 +474,12 @@ class TransformersModel(BaseModel):
         inputs = None
         reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if images is not None:
+            images = with_blank(self.model.config, images)
             reading = self._reading_images(images)
             inputs = image_arguments(self.model, images, self._reader_dtype())
         with reading:
             outputs = attention.cache.run(self.model, tokens_BL, attention, inputs)
-        return outputs, self._hidden_of(outputs)[:, -tokens_BL.shape[1] :]
+        return outputs, attention.cache.newest(self._hidden_of(outputs))
 
     def _with_images(
         self,

@@ -1,6 +1,7 @@
 """Forms of images in texts. A new one is a class in a file of its own, and an entry here."""
 
 from torchtitan.components.images.forms.caption import CaptionForm
+from torchtitan.components.images.forms.decoder import DecoderForm
 from torchtitan.components.images.forms.form import ImageForm
 from torchtitan.components.images.forms.leading import LeadingForm
 from torchtitan.components.images.forms.plain import (
@@ -17,6 +18,7 @@ FORMS: tuple[type[ImageForm], ...] = (
     LeadingForm,
     CaptionForm,
     PromptedForm,
+    DecoderForm,
     RowsForm,
     WrittenForm,
     JoinedForm,

@@ -25,8 +25,8 @@ class CaptionForm(ImageForm):
             raise UserError(
                 f"{name}: the tokenizer has no mask_token, which stands for an image here"
             )
-        self.n_tokens = _n_tokens(opened)
         super().__init__(opened, token)
+        self.image_tokens = self.find_image_tokens()
         bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
         self.before_caption, after = around(bare, list(tokenizer("a")["input_ids"]))
         eos_id = after[0] if after else opened.tokenizer.eos_id
@@ -34,8 +34,12 @@ class CaptionForm(ImageForm):
             raise UserError(f"{name}: the tokenizer has no EOS, which ends a caption")
         self.eos_id = eos_id
 
+    def find_image_tokens(self) -> list[int]:
+        """Return the tokens of an image."""
+        return [self.token_id] * _n_tokens(self.opened)
+
     def expand(self, sizes: Sequence[Size]) -> Expansion:
-        return repeated(self.token, [self.token_id] * self.n_tokens, len(sizes))
+        return repeated(self.token, self.image_tokens, len(sizes))
 
     def inputs(self, images: Samples) -> dict[str, Tensor]:
         flat = [image for sample in images for image in sample]

@@ -120,6 +120,21 @@ class ImageForm(Protocol):
         `UserError` if a template wrote another number for an image than the class reads."""
         return int((ids == self.token_id).sum())
 
+    def kept(
+        self, ids: np.ndarray, trained: np.ndarray | None, images: Sequence[ImageFile]
+    ) -> np.ndarray:
+        """Return the places of those of a text's `ids` (L,) that are tokens of a sample; the class
+        may read the others together with the images.
+
+        Args:
+            trained: True where an answer is trained; None: the text has no answer.
+            images: the images, with the prompt if the class reads it together with them.
+
+        Raises:
+            BrokenSample: if the class cannot read the text.
+        """
+        return np.arange(len(ids))
+
     def check(self, ids: np.ndarray, trained: np.ndarray | None) -> None:
         """Raise `BrokenSample` unless a text's `ids` (L,) with the tokens of images have this form,
         with an answer where it is trained; None: without an answer."""

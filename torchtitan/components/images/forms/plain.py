@@ -227,16 +227,7 @@ class WrittenForm(PlainForm):
     names = {"PPChart2TableProcessor"}
 
     def __init__(self, opened: Opened, token: str):
-        from transformers import AutoConfig
-
-        folder = opened.folder
-        if not (folder / "config.json").is_file():
-            raise UserError(
-                f"'{folder}' has no config.json, which names the tokens of an image for "
-                f"{opened.name}; use the folder of the published model, or one of `torchtitan "
-                "convert --to hf`"
-            )
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = opened.config("the tokens of an image")
         token = opened.tokenizer.decode([config.image_token_id])
         super().__init__(opened, token, config.image_seq_length)
         self.identity = (token, self.n_written)
