@@ -221,7 +221,7 @@ def test_a_run_of_another_tokenizer_is_not_counted(one_run, capsys):
     """The command is the same, but the files of its tokenizer have changed."""
     words, folder = one_run
     assert main([*words, "--fit"]) == 2
-    assert "1 finished runs" in capsys.readouterr().err
+    assert "these are 1, of 1 and 1" in capsys.readouterr().err
     record = json.loads((folder / small_runs.FINISHED).read_text())
     record["setting"]["tokenizer"] = "0" * 64
     (folder / small_runs.FINISHED).write_text(json.dumps(record))
@@ -231,13 +231,30 @@ def test_a_run_of_another_tokenizer_is_not_counted(one_run, capsys):
 
 def test_mistakes_are_named(tmp_path, capsys):
     for words, message in (
-        (words_of(tmp_path, "--fit"), "0 finished runs"),
+        (words_of(tmp_path, "--fit"), "these are 0, of 0 and 0"),
         (words_of(tmp_path, "--validator.enable", "false", "--plan"), "need validation"),
         (words_of(tmp_path, "--dial", "3", "--plan"), "--dial"),
         (["ladder", "--sizes", "0", "--out", str(tmp_path)], "--sizes is 0"),
+        (["ladder", *SMALL, "--sizes", "257", "--out", str(tmp_path)], "--sizes is 257"),
+        (words_of(tmp_path, "--forecast", "0", "--plan"), "--forecast is 0"),
+        (words_of(tmp_path, "--forecast", "300", "--window", "64"), "--forecast is 300"),
+        (
+            words_of(tmp_path, "--forecast_tokens_per_parameter", "nan"),
+            "--forecast_tokens_per_parameter is nan",
+        ),
+        (words_of(tmp_path, "--irreducible", "-1"), "--irreducible is -1"),
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())  # no run has begun
+
+
+def test_a_ladder_that_cannot_be_fitted_is_told_before_it_is_trained(tmp_path, capsys):
+    two_sizes = ["ladder", *SMALL, "--sizes", "1", "2", "--out", str(tmp_path), "--plan"]
+    assert main(two_sizes) == 0  # and three lengths
+    assert "of 3 sizes and 2 lengths, and these are 6, of 2 and 6;" in capsys.readouterr().out
+    assert main([*two_sizes, "--irreducible", "1.5"]) == 0
+    assert "a fit takes" not in capsys.readouterr().out
 
 
 def last_saved(folder: Path) -> int:
@@ -290,7 +307,7 @@ def test_an_interrupted_ladder_continues(tmp_path, monkeypatch, capsys):
         stopped_at.append(last_saved(first))
     assert stopped_at == sorted(set(stopped_at)) and stopped_at[-1] < 120 and not second.exists()
     assert main(words) == 2
-    assert "too few for a fit" in capsys.readouterr().err  # but both have run
+    assert "these are 2, of 1 and" in capsys.readouterr().err  # but both have run
     begun = [event["step"] for event in read_events(first, []) if event["event"] == "start"]
     assert begun == stopped_at
     keys = ("loss", "n_tokens_seen")

@@ -109,9 +109,9 @@ def test_the_error_for_the_largest_size_is_measured_without_it():
 @pytest.mark.parametrize(
     ("runs", "irreducible", "message"),
     [
-        (points()[:5], None, "5 finished runs .* it takes 6"),
-        (points()[:6], None, "of 2 sizes .* of 3 sizes"),
-        (points()[:3] * 2, 1.0, "of 1 sizes .* of 2 sizes"),
+        (points()[:5], None, "takes 6 finished runs, .* these are 5, of 2 and 5"),
+        (points()[:6], None, "of 3 sizes .* these are 6, of 2 and"),
+        (points()[:3] * 2, 1.0, "of 2 sizes .* these are 6, of 1 and 3"),
         (points(), 9.0, "--irreducible is 9.0"),
     ],
 )

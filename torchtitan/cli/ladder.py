@@ -5,7 +5,7 @@ import argparse
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, inf, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -100,10 +100,10 @@ def ladder(args: Sequence[str]) -> int:
 
 
 def _ladder(options: argparse.Namespace, words: list[str]) -> int:
+    from torchtitan.foresight.loss_law import too_few
+
     check_words(words, "set --sizes")
-    for size, ratio in itertools.product(options.sizes, options.tokens_per_parameter):
-        require(size >= 1, "--sizes", size, "at least 1")
-        require(0 < ratio < 1e6, "--tokens_per_parameter", ratio, "above 0")
+    _check(options)
     words = ["--window", str(_window(options, words)), *words]
     rungs = [
         _rung(options.out, words, size, ratio)
@@ -112,7 +112,13 @@ def _ladder(options: argparse.Namespace, words: list[str]) -> int:
         )
     ]
     rungs.sort(key=lambda rung: rung.cost.flops)
+    larger = None
+    if options.forecast is not None:
+        ratio = options.forecast_tokens_per_parameter
+        larger = _rung(options.out, words, options.forecast, ratio)
     _show(rungs)
+    if lack := too_few([rung.cost for rung in rungs], options.irreducible):
+        print(lack, flush=True)
     if options.plan:
         return 0
     if options.commands:
@@ -124,12 +130,25 @@ def _ladder(options: argparse.Namespace, words: list[str]) -> int:
     for rung in rungs if not options.fit else ():
         if code := rung.run.train():
             return code
-    larger = None
-    if options.forecast:
-        ratio = options.forecast_tokens_per_parameter
-        larger = _rung(options.out, words, options.forecast, ratio)
     _fit(options, rungs, larger)
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise `UserError` for numbers out of range, also for those that only the fit uses, which may
+    be hours later."""
+    from torchtitan.foresight.scaling import MOST_LAYERS
+
+    sizes = [("--sizes", size) for size in options.sizes] + [("--forecast", options.forecast)]
+    for name, size in sizes:
+        fits = size is None or 1 <= size <= MOST_LAYERS
+        require(fits, name, size, f"from 1 to {MOST_LAYERS} layers")
+    ratios = [("--tokens_per_parameter", ratio) for ratio in options.tokens_per_parameter]
+    ratios.append(("--forecast_tokens_per_parameter", options.forecast_tokens_per_parameter))
+    for name, ratio in ratios:
+        require(0 < ratio < 1e6, name, ratio, "above 0 and below 1e6")
+    floor = options.irreducible
+    require(floor is None or 0 < floor < inf, "--irreducible", floor, "above 0")
 
 
 def _window(options: argparse.Namespace, words: Sequence[str]) -> int:

@@ -138,6 +138,19 @@ class _Data(NamedTuple):
         return cls(n - n.mean(), d - d.mean(), log_loss, (float(n.mean()), float(d.mean())))
 
 
+def too_few(runs: Sequence[Any], irreducible: float | None) -> str:
+    """Return why a law cannot be fitted to runs with `parameters` and `tokens`, or nothing."""
+    least, least_sizes = (6, 3) if irreducible is None else (5, 2)
+    n_sizes = len({run.parameters for run in runs})
+    n_lengths = len({run.tokens for run in runs})
+    if len(runs) >= least and n_sizes >= least_sizes and n_lengths >= 2:
+        return ""
+    return (
+        f"a fit takes {least} finished runs, of {least_sizes} sizes and 2 lengths, and these are "
+        f"{len(runs)}, of {n_sizes} and {n_lengths}; add --sizes or --tokens_per_parameter"
+    )
+
+
 @dataclass(frozen=True)
 class Ladder:
     """The finished runs of a ladder, and the law fitted to them.
@@ -161,14 +174,8 @@ class Ladder:
                     f"the loss of the run '{point.name}' is {point.loss}, but must be a finite "
                     "number above 0; remove the run"
                 )
-        least, least_sizes = (6, 3) if self.irreducible is None else (5, 2)
-        n_sizes = len({point.parameters for point in self.points})
-        n_lengths = len({point.tokens for point in self.points})
-        if len(self.points) < least or n_sizes < least_sizes or n_lengths < 2:
-            raise UserError(
-                f"{len(self.points)} finished runs of {n_sizes} sizes and {n_lengths} lengths are "
-                f"too few for a fit; it takes {least}, of {least_sizes} sizes and 2 lengths"
-            )
+        if lack := too_few(self.points, self.irreducible):
+            raise UserError(lack)
         lowest = min(point.loss for point in self.points)
         if self.irreducible is not None and not 0 < self.irreducible < lowest:
             raise UserError(
