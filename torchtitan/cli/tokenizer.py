@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -133,8 +134,16 @@ def _train(options: argparse.Namespace) -> None:
     others = [_opened(folder) for folder in options.compare]
     share = min(1.0, options.max_bytes / max(1, sum(source.n_bytes for source in sources)))
     texts = (text for source in sources for text in source.taken(share))
+    first = list(islice(texts, 1))
+    if not first and share < 1:
+        raise UserError(
+            f"--max_bytes {options.max_bytes:g} is less than one row, or part of a text file, of "
+            "the data; raise it"
+        )
     special += options.special_tokens
-    trained = train_tokenizer(texts, options.vocab_size, special, digits=options.digits)
+    trained = train_tokenizer(
+        chain(first, texts), options.vocab_size, special, digits=options.digits
+    )
     files = tokenizer_files(trained, template)
     if any(text != files.get(name) for name, text in earlier.items()):
         raise UserError(f"--out '{options.out}' has another tokenizer; name a new folder")
@@ -154,6 +163,8 @@ def _files_in(folder: Path) -> dict[str, str]:
     Return no files if the folder does not exist. Raise `UserError` if it has other files."""
     if not folder.exists():
         return {}
+    if not folder.is_dir():
+        raise UserError(f"--out '{folder}' is a file; name a new folder")
     paths = [path for path in folder.iterdir() if not path.name.endswith(durable.SUFFIX)]
     if not {path.name for path in paths} <= _FILES:
         raise UserError(f"--out '{folder}' is not empty; name a new folder")

@@ -123,6 +123,8 @@ def test_mistakes_are_named(data, tmp_path, capsys):
         train_tokenizer(["a"], 258)
     with pytest.raises(UserError, match="no text"):
         train_tokenizer(["", ""], 300)
+    with pytest.raises(UserError, match="--vocab_size is 1000000000, but must be at most 4194304"):
+        train_tokenizer(["a"], 10**9)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     words = ["tokenizer", "train", str(data), "--vocab_size", "300", "--out"]
@@ -130,7 +132,27 @@ def test_mistakes_are_named(data, tmp_path, capsys):
         ([str(tmp_path / "full")], "is not empty"),
         ([str(tmp_path / "t"), "--chat_template", "chatmll"], "neither a file nor one of"),
         ([str(tmp_path / "t"), "--max_bytes", "0"], "--max_bytes is 0"),
+        ([str(tmp_path / "t"), "--max_bytes", "1"], "--max_bytes 1 is less than one row"),
+        ([str(tmp_path / "full" / "x")], "is a file"),
     ):
         assert main([*words, *rest]) == 2
         assert message in capsys.readouterr().err
     assert main(["tokenizer", "learn"]) == 2 and main(["tokenizer"]) == 0
+
+
+@pytest.mark.parametrize("token", ["the", "t", "###", "\u0120the", ""])
+def test_special_tokens_that_ordinary_text_may_have_are_refused(token):
+    """As tokens of the library, these get the identifier that the same word of the text has."""
+    with pytest.raises(UserError, match="--special_tokens .* ordinary text"):
+        train_tokenizer(["the ### cat"] * 9, 300, [token])
+
+
+@pytest.mark.parametrize(
+    "token", ["<|the|>", "[THE]", "<the>", "</the>", "the cat", " the", "\u20ac"]
+)
+def test_other_special_tokens_are_not_part_of_ordinary_text(token):
+    """Ordinary text that looks like the token is other tokens."""
+    tokenizer = train_tokenizer([f"{token} {token}"] * 9, 400, [token])
+    special = tokenizer.token_to_id(token)
+    tokenizer.encode_special_tokens = True
+    assert special not in tokenizer.encode(token, add_special_tokens=False).ids

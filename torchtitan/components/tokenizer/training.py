@@ -24,6 +24,10 @@ _PATTERN = (
 """Splits text before merging: contractions, words, digits, punctuation, blanks (published with
 Llama 3, with up to three digits, and with Qwen2, with one)."""
 
+_MOST_TOKENS = 2**22
+"""The library reserves about 70 bytes per token of the vocabulary before it trains, and ends the
+process if it cannot."""
+
 _BATCH = 1000
 """Pieces of text that the library gets at once."""
 
@@ -39,7 +43,8 @@ def train_tokenizer(
     grows with the number of distinct words, not with the length of the texts.
 
     Raises:
-        UserError: if the vocabulary is too small for bytes and special tokens, or all texts are
+        UserError: if the vocabulary is too small for bytes and special tokens, or above 2^22
+            tokens; if a special token may also be a token of ordinary text; or if all texts are
             empty.
     """
     from tokenizers import (
@@ -59,12 +64,22 @@ def train_tokenizer(
             f"--vocab_size is {vocab_size}, but {_N_BYTES} bytes and {len(special)} special tokens "
             f"take {_N_BYTES + len(special)}"
         )
+    if vocab_size > _MOST_TOKENS:
+        raise UserError(f"--vocab_size is {vocab_size}, but must be at most {_MOST_TOKENS}")
     tokenizer = Tokenizer(models.BPE())
     pattern = _PATTERN.replace("DIGITS", "" if digits == 1 else f"{{1,{digits}}}")
     split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
+    split_text = tokenizer.pre_tokenizer.pre_tokenize_str
+    for token in special:
+        word = decoders.ByteLevel().decode([token])
+        if not token or [token] == [piece for piece, _ in split_text(word)]:
+            raise UserError(
+                f"--special_tokens {token!r} may be a word, or a part of one, in ordinary text; "
+                "choose a text that is not, such as <|name|>"
+            )
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in special],
