@@ -453,8 +453,10 @@ class TransformersModel(BaseModel):
         else:
             result = head(hidden_BLD, None, **head_inputs)
         labels_BL = head_inputs.get("labels_BL")
-        is_loss = self.training and result.ndim == 0 and balance is None
-        if not is_loss or not isinstance(labels_BL, Tensor):
+        # heads of other methods return log-probabilities, for example, without labels
+        if not self.training or not isinstance(labels_BL, Tensor):
+            return result
+        if result.ndim > 0 or balance is not None:
             return result
         if self.stage is not None and self.has_auxiliary_loss:
             raise UserError(
