@@ -1,11 +1,12 @@
 """Limits on the time and memory of untrusted chat templates
-(`components/chat_template/sandbox.py`)."""
+(`components/chat_template/sandbox`)."""
 
 import time
 
 import pytest
 
 from torchtitan.components.chat_template import sandbox
+from torchtitan.components.chat_template.sandbox import budget
 from torchtitan.components.chat_template.template import ChatTemplate
 from torchtitan.tools.errors import UserError
 
@@ -74,7 +75,7 @@ def growing(start: str, value: str) -> str:
     ],
 )
 def test_expensive_template_is_rejected(source, monkeypatch):
-    monkeypatch.setattr(sandbox, "_BUDGET", 2**24)  # so that the test is quick
+    monkeypatch.setattr(budget, "BUDGET", 2**24)  # so that the test is quick
     start_time = time.perf_counter()
     with pytest.raises(
         UserError,
@@ -97,7 +98,7 @@ def test_expensive_template_is_rejected(source, monkeypatch):
     ],
 )
 def test_nested_references_count_in_full(value, monkeypatch):
-    monkeypatch.setattr(sandbox, "_BUDGET", 2**24)
+    monkeypatch.setattr(budget, "BUDGET", 2**24)
     with pytest.raises(UserError, match="exceeds the time or memory limit"):
         rendered(growing("[1]", value))
 
@@ -137,7 +138,7 @@ def test_items_that_a_long_list_repeats_are_measured_once(monkeypatch):
     """Lists that double themselves took 3 seconds of each rendering."""
     monkeypatch.setattr(CountedText, "n_reads", 0)
     value = [CountedText("abc"), 255, [7]] * 1000
-    sizes = [sandbox._ITEM + size for size in (3, 1, sandbox._ITEM)]
+    sizes = [budget.ITEM + size for size in (3, 1, budget.ITEM)]
     assert sandbox.Progress().size(value) == 1000 * sum(sizes)
     assert CountedText.n_reads == 1
 
@@ -147,7 +148,7 @@ def test_sizes_of_nested_values_count_every_part():
         if isinstance(value, dict):
             value = [*value.items()]
         if isinstance(value, (list, tuple)):
-            return sum(sandbox._ITEM + size_of(part) for part in value)
+            return sum(budget.ITEM + size_of(part) for part in value)
         return len(value)
 
     shared = ["abc", ("de", {"f": "gh"})]
@@ -160,7 +161,7 @@ def test_sizes_of_nested_values_count_every_part():
 
 @pytest.mark.slow
 def test_comparison_costs_the_sizes_of_its_operands(monkeypatch):
-    monkeypatch.setattr(sandbox, "_BUDGET", 2**24)
+    monkeypatch.setattr(budget, "BUDGET", 2**24)
     double = "['', '']|map('default', {}, true)|list"
     loop = (
         f"{{% for i in range(60) %}}{{% set n.x = {double.format('n.x')} %}}{{% set n.y = "
@@ -195,7 +196,7 @@ def test_comparison_costs_the_sizes_of_its_operands(monkeypatch):
     ],
 )
 def test_conversion_to_text_costs_the_size_of_the_value(use, monkeypatch):
-    monkeypatch.setattr(sandbox, "_BUDGET", 2**24)
+    monkeypatch.setattr(budget, "BUDGET", 2**24)
     double = "{% set n.x = ['', '']|map('default', n.x, true)|list %}"
     bomb = "{% set n = namespace(x=[1]) %}{% for i in range(60) %}" + double + "{% endfor %}"
     with pytest.raises(UserError, match="exceeds the time or memory limit"):
@@ -217,7 +218,7 @@ def test_filter_blocks_are_rejected(source):
 
 
 def test_time_limit_stops_underestimated_operations(monkeypatch):
-    monkeypatch.setattr(sandbox, "_SECONDS", 0.2)
+    monkeypatch.setattr(budget, "SECONDS", 0.2)
     with pytest.raises(UserError, match="exceeds the time or memory limit"):
         rendered(
             "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor "
