@@ -1,39 +1,40 @@
 """`ConfigManager`: resolve the command line to one configuration."""
 
 import argparse
-import contextlib
-import io
 import re
-import shlex
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-from math import inf
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
-import tyro
 import yaml
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-    StructConstructorSpec,
-    StructFieldSpec,
-    StructTypeInfo,
-)
 
-from torchtitan.config.code import NamesCode, untrusted_in
+from torchtitan.config.code import NamesCode
+from torchtitan.config.command_line import (
+    check_words,
+    described,
+    key_of,
+    spelled,
+    switched,
+    to_switches,
+    unknown_words,
+    values_in,
+)
 from torchtitan.config.configurable import (
     Configurable,
-    describe,
     fits,
-    holds_list,
     is_plain,
     leaves,
-    suggest_choice,
     whole_number,
+)
+from torchtitan.config.file_checks import (
+    check_hidden,
+    check_keys,
+    check_trust,
+    check_values,
+    let_steps_decide,
+    strange_in,
+    untrusted_in_file,
 )
 from torchtitan.config.option_table import (
     KnownConfiguration,
@@ -50,17 +51,11 @@ from torchtitan.config.registry import (
     needs_assets,
     optional_parameters,
 )
-from torchtitan.config.values import (
-    by_name,
-    is_hidden,
-    option_names,
-    types_by_key,
-    with_values,
-)
+from torchtitan.config.tyro_options import parse_by_tyro
+from torchtitan.config.values import option_names, refusals_named, types_by_key, with_values
 from torchtitan.config.yaml_files import read_config_file
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, suggest
-from torchtitan.tools.logging import presentable
 from torchtitan.tools.parser import Parser
 from torchtitan.tools.redact import redacted
 from torchtitan.tools.user_code import exits_as_errors
@@ -73,8 +68,6 @@ _FILES = (".yaml", ".yml", ".toml", ".json")
 
 _WITHOUT_DASHES = re.compile(r"\+{0,2}([A-Za-z][\w.-]*)=(.*)", re.DOTALL)
 """An option as Hydra and torchtune write it, with its name and value."""
-
-_BOOLEANS = {"true": True, "false": False}
 
 
 EarlyCheck = Callable[[KnownConfiguration, Mapping[str, object]], None]
@@ -126,14 +119,14 @@ class ConfigManager:
         file = selected.config_file
         document = read_config_file(Path(file), f"--config_file {file}") if file else {}
         in_file = {name: document.pop(name, None) for name in DEFAULT_SELECTION}
-        _check_values(in_file, dict.fromkeys(DEFAULT_SELECTION, str | None), selected.config_file)
-        _let_steps_decide(document, overrides)
+        check_values(in_file, dict.fromkeys(DEFAULT_SELECTION, str | None), selected.config_file)
+        let_steps_decide(document, overrides)
         module, config_name = (
             str(getattr(selected, name) or in_file[name] or default)
             for name, default in DEFAULT_SELECTION.items()
         )
         if not selected.module and in_file["module"] and not is_trusted(module):
-            raise _untrusted_in_file(
+            raise untrusted_in_file(
                 {"module": {module: NamesCode.problem}}, ["--module", module], selected.config_file
             )
         if known_config := known_configuration(module, config_name):
@@ -163,19 +156,19 @@ class ConfigManager:
         known = leaves(own)
         types = types_by_key(default, type(default))
         if document:
-            _check_keys(document, list(known), selected.config_file)
-            _check_values(document, types, selected.config_file)
-            _check_hidden(document, own, types, selected.config_file)
-        words = _to_switches(
-            overrides, {_spelled(key) for key, value in known.items() if isinstance(value, bool)}
+            check_keys(document, list(known), selected.config_file)
+            check_values(document, types, selected.config_file)
+            check_hidden(document, own, types, selected.config_file)
+        words = to_switches(
+            overrides, {spelled(key) for key, value in known.items() if isinstance(value, bool)}
         )
-        with _refusals_named():
+        with refusals_named():
             with_file = with_values(default, type(default), leaves(document))
         options = option_names(known, types)
         config = self._parse(with_file, words, options)
-        if document and _strange_in(config, [default]):
+        if document and strange_in(config, [default]):
             without_file = self._parse(default, words, options)
-            _check_trust(config, [default, without_file], selected.config_file)
+            check_trust(config, [default, without_file], selected.config_file)
         return ResolvedConfig(module, config_name, config)
 
     def parse_components(self, args: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
@@ -208,18 +201,18 @@ class ConfigManager:
         types, options = known.types, known.options
         given: dict[str, object] = {}
         try:
-            _check_keys(document, list(types), path)
-            _check_values(document, types, path)
-            words = _to_switches(args, {key for key in options if types[key] is bool})
+            check_keys(document, list(types), path)
+            check_values(document, types, path)
+            words = to_switches(args, {key for key in options if types[key] is bool})
             of_options = {key: types[key] for key in options}
-            _check_words(words, of_options)
+            check_words(words, of_options)
             if {"-h", "--help"} & set(words) and known.is_current:
                 default = known.stand_in()
                 with_file = with_values(default, type(default), leaves(document))
                 self._parse(with_file, words, options)
-            if unknown := _unknown_words(words, of_options):
+            if unknown := unknown_words(words, of_options):
                 raise self._unknown(unknown, options)
-            given = {**leaves(document), **_values_in(words, of_options)}
+            given = {**leaves(document), **values_in(words, of_options)}
             for check in (check_sections, *self._early_checks):
                 check(known, given)
         except UserError:
@@ -245,7 +238,7 @@ class ConfigManager:
             )
             raise SystemExit(0)
         # An option of another library may be meant to name the folder.
-        others = [word for word in overrides if _key_of(word.partition("=")[0]) in OTHER_NAMES]
+        others = [word for word in overrides if key_of(word.partition("=")[0]) in OTHER_NAMES]
         if others := [word for word in others if word.startswith("--")]:
             raise self._unknown(others, ())
         raise UserError(f"configuration '{config_name}' needs --{ASSETS_PARAMETER}")
@@ -262,7 +255,7 @@ class ConfigManager:
             spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
             options.add_argument(*spellings, dest=name)
         given: dict[str, object] = vars(options.parse_known_args(overrides)[0])
-        given |= _switched(_to_switches(overrides, booleans), types)
+        given |= switched(to_switches(overrides, booleans), types)
         arguments: dict[str, object] = {}
         for name, kind in types.items():
             value = given.get(name)
@@ -270,49 +263,28 @@ class ConfigManager:
             if value is None:
                 continue
             if not fits(value, kind):
-                raise UserError(f"--{name} is {value!r}, but must be {_described(kind)}")
+                raise UserError(f"--{name} is {value!r}, but must be {described(kind)}")
             arguments[name] = whole_number(str(value)) if kind is int else kind(value)
         return arguments
 
     def _parse(self, default: object, args: Sequence[str], known: Collection[str]) -> Any:
         """Return a configuration with the values on the command line, or print the help."""
         types = types_by_key(default, type(default))
-        keys = {_spelled(key): key for key in known if key in types}
+        keys = {spelled(key): key for key in known if key in types}
         options = {spelled: types[key] for spelled, key in keys.items()}
-        _check_words(args, options)
-        given = _values_in(args, options)
+        check_words(args, options)
+        given = values_in(args, options)
         is_help = bool({"-h", "--help"} & set(args))
         if is_help or not all(is_plain(options[spelled]) for spelled in given):
-            return self._parse_by_tyro(default, args, known)
-        if unknown := _unknown_words(args, options):
+            config, unknown = parse_by_tyro(default, args, self.prog)
+            if unknown:
+                raise self._unknown(unknown, known)
+            return config
+        if unknown := unknown_words(args, options):
             raise self._unknown(unknown, known)
         values = {keys[spelled]: value for spelled, value in given.items()}
-        with _refusals_named():
+        with refusals_named():
             return with_values(default, type(default), values)
-
-    def _parse_by_tyro(self, default: object, args: Sequence[str], known: Collection[str]) -> Any:
-        """As `_parse`, slower, also for values that files cannot express."""
-        registry, printed = ConstructorRegistry(), io.StringIO()
-        registry.struct_rule(_named_configs_rule)
-        registry.primitive_rule(_whole_numbers_rule)
-        try:
-            with registry, contextlib.redirect_stderr(printed), _refusals_named():
-                config, unknown = tyro.cli(
-                    type(default),
-                    default=default,
-                    args=args,
-                    prog=self.prog,
-                    description=_DESCRIPTION,
-                    use_underscores=True,
-                    config=(tyro.conf.SuppressFixed,),
-                    return_unknown_args=True,
-                )
-        except SystemExit:
-            print(presentable(printed.getvalue()), end="", file=sys.stderr)
-            raise
-        if unknown:
-            raise self._unknown(unknown, known)
-        return config
 
     def _unknown(self, words: Sequence[str], known: Collection[str]) -> UserError:
         """Return the error for words of the command line that set no option."""
@@ -320,8 +292,8 @@ class ConfigManager:
         if option and re.fullmatch(r"-[A-Za-z][\w.-]+", option):  # one dash too few
             return self._unknown([f"-{option}"], known)
         if option is None and (bare := _WITHOUT_DASHES.fullmatch(words[0])):
-            key = _key_of(f"--{bare[1]}")
-            if key not in map(_spelled, known):
+            key = key_of(f"--{bare[1]}")
+            if key not in map(spelled, known):
                 return self._unknown([f"--{bare[0].lstrip('+')}"], known)
             return UserError(f"'{words[0]}' belongs to no option; write --{key}={bare[2]}")
         if option is None and words[0].endswith(_FILES):
@@ -332,7 +304,7 @@ class ConfigManager:
             )
         if option is None:
             return UserError(f"'{words[0]}' belongs to no option; see {self.prog} --help")
-        key = _key_of(option)
+        key = key_of(option)
         options = [f"--{name}" for name in (*known, *self._others)]
         if key in known:
             return UserError(f"an option begins with two dashes: write --{key}")
@@ -352,316 +324,8 @@ class ConfigManager:
         return UserError(f"unknown option {option}{hint}")
 
 
-_DESCRIPTION = """\
-Train a model: --module M --config C [--config_file run.yaml] [--section.key value ...].
-Later sources win: the configuration function, then the file, then the command line.
-`torchtitan ls` lists modules and configurations; the values shown belong to the selected one."""
-
-
-def _named_configs_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """Let components' names set a list of their configurations: `--model_converters.lora.rank
-    16`."""
-    arguments = get_args(info.type)
-    is_config_list = get_origin(info.type) is list and arguments and isinstance(arguments[0], type)
-    if not (is_config_list and issubclass(arguments[0], Configurable.Config)):
-        return None
-    configs = by_name(info.default) if isinstance(info.default, (list, tuple)) else {}
-
-    return StructConstructorSpec(
-        instantiate=lambda **values: [values[name] for name in configs],
-        fields=tuple(
-            StructFieldSpec(name=name, type=type(config), default=config)
-            for name, config in configs.items()
-        ),
-    )
-
-
-def _whole_numbers_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
-    """Let whole numbers also be written like 1e3."""
-    if info.type is not int:
-        return None
-    return PrimitiveConstructorSpec(
-        1,
-        "INT",
-        lambda words: whole_number(words[0]),
-        lambda value: isinstance(value, int),
-        lambda n: [str(n)],
-    )
-
-
-@contextlib.contextmanager
-def _refusals_named() -> Iterator[None]:
-    """Raise `UserError` if a configuration refuses its values with a `ValueError`. tyro ends the
-    process instead, so the error is in the context of a `SystemExit`."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (ValueError, SystemExit) as raised:
-        error: BaseException | None = raised
-        while error and not isinstance(error, ValueError):
-            error = error.__context__
-        if error is None:
-            raise
-        raise UserError(
-            f"a configuration refuses its values: {error} ({type(error).__name__})"
-        ) from error
-
-
-def _given_in(words: Sequence[str], types: Mapping[str, object]) -> dict[str, list[str]]:
-    """Return the words that are values of options other than switches; of an option that is
-    repeated, the last ones."""
-    values: dict[str, list[str]] = {}
-    for place, word in enumerate(words):
-        key = _key_of(word)
-        assigned = "=" in word
-        value = word.partition("=")[2]
-        if key in types and types[key] is not bool:
-            rest = takewhile(lambda other: not _is_option(other), words[place + 1 :])
-            values[key] = [value] if assigned else list(rest)
-    return values
-
-
-def _values_in(words: Sequence[str], types: Mapping[str, object]) -> dict[str, object]:
-    """Return the values of options on the command line, with booleans as switches; they fit their
-    types."""
-    values: dict[str, object] = {}
-    for key, given in _given_in(words, types).items():
-        if given == ["None"] and fits(None, types[key]):
-            values[key] = None
-        else:
-            values[key] = given if holds_list(types[key]) else given[0]
-    return values | _switched(words, types)
-
-
-def _switched(words: Sequence[str], types: Mapping[str, object]) -> dict[str, bool]:
-    """Return the booleans that the switches on the command line set, by key."""
-    switches = _switches(types)
-    return dict(switches[key] for key in map(_key_of, words) if key in switches)
-
-
-def _check_words(words: Sequence[str], types: Mapping[str, object]) -> None:
-    """Check the values on the command line, with the messages of a file, before tyro parses them.
-    Raise `UserError` for the first wrong one."""
-    for key, given in _given_in(words, types).items():
-        declared = types[key]
-        is_list = holds_list(declared)
-        if not given and not is_list:
-            raise UserError(f"--{key} has no value; it must be {_described(declared)}")
-        tried: object = given if is_list and given != ["None"] else given[0]
-        if not fits(tried, declared):
-            meant = suggest_choice(tried, declared)
-            raise UserError(
-                f"--{key} is {' '.join(given)!r}, but must be {_described(declared)}{meant}"
-            )
-
-
-def _unknown_words(words: Sequence[str], types: Mapping[str, object]) -> list[str]:
-    """Return the words of the command line, with booleans as switches, that set no option."""
-    switches = _switches(types)
-    unknown = []
-    n_values = 0.0  # further values that the last option takes
-    for word in words:
-        key = _key_of(word)
-        if not _is_option(word):
-            n_values -= 1
-        elif key not in types and key not in switches:
-            n_values = -inf
-        elif key in switches or "=" in word:
-            n_values = 0
-        else:
-            n_values = inf if holds_list(types[key]) else 1
-        if n_values < 0:
-            unknown.append(word)
-    return unknown
-
-
-def _switches(types: Mapping[str, object]) -> dict[str, tuple[str, bool]]:
-    """Return the option and the value that each switch sets, by the switch's key."""
-    return {
-        _key_of(_switch(key, value)): (key, value)
-        for key, declared in types.items()
-        if declared is bool
-        for value in (True, False)
-    }
-
-
-def _is_option(word: str) -> bool:
-    """Return whether a word cannot be a value: it begins an option, or seems to."""
-    is_short = re.fullmatch(r"-[A-Za-z]\S*|--", word) and not fits(word, float)
-    return bool(_key_of(word) or is_short)
-
-
-def _spelled(key: str) -> str:
-    """Return a key as `_key_of` does, whatever the names of a mapping in it contain."""
-    return key.replace("-", "_")
-
-
-def _described(declared: object) -> str:
-    return describe(declared).replace("null", "None")
-
-
-def _key_of(word: str) -> str:
-    """Return the key that a word of the command line sets if there is such an option; "" for other
-    words, such as a row of dashes."""
-    if not re.match("--[A-Za-z]", word):
-        return ""
-    return _spelled(word.partition("=")[0][2:])
-
-
 def registered_name(function: Callable[..., object]) -> str:
     """Return the registered name, package.function: only the last part of the import path, since
     the rest varies."""
     package = function.__module__.removesuffix(".config_registry").rpartition(".")[2]
     return f"{package}.{function.__name__}"
-
-
-def _check_keys(document: Mapping[str, object], known: Sequence[str], path: str) -> None:
-    sections = {
-        ".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)
-    }
-    for key in leaves(document):
-        if key in sections:
-            raise UserError(f"'{key}' in {path} is a section; set keys in it")
-        if key not in known:
-            last = key.rpartition(".")[2]
-            if last == "_component_":  # torchtune's and NeMo Automodel's mark of a class
-                raise UserError(f"{path} is a recipe of another library; {_migrated(path)}")
-            if key in OTHER_NAMES:
-                raise UserError(
-                    f"unknown key '{key}' in {path}; use {OTHER_NAMES[key]}. For a whole file of "
-                    f"another library: {_migrated(path)}"
-                )
-            raise UserError(f"unknown key '{key}' in {path}{suggest(key, known)}")
-
-
-def _let_steps_decide(document: dict[str, Any], words: Sequence[str]) -> None:
-    """Remove the epochs of a file, which would set the length of the run, if the command line has
-    steps and no epochs."""
-    keys = {_key_of(word) for word in words}
-    if "training.steps" in keys and "training.epochs" not in keys:
-        document.pop("training.epochs", None)
-        if isinstance(training := document.get("training"), dict):
-            training.pop("epochs", None)
-
-
-def _migrated(path: str) -> str:
-    return f"torchtitan migrate {path} --out config.yaml"
-
-
-def _check_values(document: Mapping[str, object], types: Mapping[str, object], path: str) -> None:
-    for key, value in leaves(document).items():
-        if not fits(value, types[key]):
-            meant = suggest_choice(value, types[key])
-            raise UserError(
-                f"'{key}' in {path} is {value!r}, but must be {describe(types[key])}{meant}"
-            )
-        # A file may only say what the command line can, which would take this item for an option.
-        for item in value if isinstance(value, list) else []:
-            if isinstance(item, str) and item.startswith("-") and not fits(item, float):
-                raise UserError(
-                    f"'{key}' in {path} has the item {item!r}; items must not begin with '-'"
-                )
-
-
-def _check_hidden(
-    document: Mapping[str, object],
-    own: Mapping[str, object],
-    types: Mapping[str, object],
-    path: str,
-) -> None:
-    """Require that a file repeats the `own` values of fields that are not options, as a saved
-    configuration does."""
-    own_values = leaves(redacted(own))
-    for key, value in leaves(redacted(document)).items():
-        if is_hidden(types[key]) and value != own_values[key]:
-            raise UserError(
-                f"'{key}' in {path} is {value!r}, but no option, and the configuration has "
-                f"{own_values[key]!r}; remove it from the file"
-            )
-
-
-def _untrusted_of(config: Configurable.Config) -> dict[str, dict[str, str]]:
-    """Return the texts in the options of a configuration that need trust, with the reason, by
-    key."""
-    values = leaves(config.to_dict())
-    types = types_by_key(config, type(config))
-    found = {key: untrusted_in(values.get(key), declared) for key, declared in types.items()}
-    return {key: texts for key, texts in found.items() if texts}
-
-
-def _strange_in(
-    config: Configurable.Config, trusted: Sequence[Configurable.Config]
-) -> dict[str, dict[str, str]]:
-    """Return the values of a configuration that need trust and are in none of the trusted ones,
-    with the reason, by key."""
-    known = [_untrusted_of(each) for each in trusted]
-    strange = {
-        key: {
-            text: reason
-            for text, reason in texts.items()
-            if not any(text in of.get(key, ()) for of in known)
-        }
-        for key, texts in _untrusted_of(config).items()
-    }
-    return {key: texts for key, texts in strange.items() if texts}
-
-
-def _check_trust(
-    config: Configurable.Config, trusted: Sequence[Configurable.Config], path: str
-) -> None:
-    """Require that a trusted configuration has the same value for each option that needs trust:
-    the configuration function, or the command line without the file."""
-    if strange := _strange_in(config, trusted):
-        values = leaves(config.to_dict())
-        words = [word for key in strange for word in (f"--{key}", *_words_of(values[key]))]
-        raise _untrusted_in_file(strange, words, path)
-
-
-def _words_of(value: object) -> list[str]:
-    """Return the words of the command line for the value of an option."""
-    return [str(item) for item in value] if isinstance(value, list) else [str(value)]
-
-
-def _untrusted_in_file(
-    found: Mapping[str, Mapping[str, str]], words: Sequence[str], path: str
-) -> UserError:
-    """Return the error for a configuration file with values that need trust; `words` set the same
-    on the command line."""
-    parts = [
-        f"'{key}' in {path} is '{text}', {reason}"
-        for key, texts in found.items()
-        for text, reason in texts.items()
-    ]
-    return UserError(
-        f"{'; '.join(parts)}; if you trust it, set it on the command line too: {shlex.join(words)}"
-    )
-
-
-def _to_switches(args: Sequence[str], switches: Collection[str]) -> list[str]:
-    """Rewrite booleans in tyro's form: `--checkpoint.enable=true` (or ` true`) becomes
-    `--checkpoint.enable`, and `=false` becomes `--checkpoint.no_enable`. Raise `UserError` for
-    another value after `=`."""
-    words: list[str] = []
-    rest = list(args)
-    while rest:
-        word = rest.pop(0)
-        option, assigned, value = word.partition("=")
-        if (key := _key_of(word)) not in switches:
-            if "." in key and (positive := key.removeprefix("no_")) in switches:
-                raise UserError(
-                    f"unknown option {option}; did you mean '{_switch(positive, False)}'?"
-                )
-            words.append(word)
-            continue
-        if not assigned:
-            value = rest.pop(0) if rest and not rest[0].startswith("-") else "true"
-        if value.lower() not in _BOOLEANS:
-            raise UserError(f"{option} is '{value}', but must be true or false")
-        words.append(_switch(key, _BOOLEANS[value.lower()]))
-    return words
-
-
-def _switch(key: str, value: bool) -> str:
-    section, dot, name = key.rpartition(".")
-    return f"--{key}" if value else f"--{section}{dot}no_{name}"

@@ -1,7 +1,8 @@
 """Types and values of a configuration by their keys, as on the command line."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, get_args, get_origin
 
 import tyro
@@ -123,3 +124,22 @@ def _is_config_list(value: object) -> bool:
         and bool(value)
         and all(isinstance(item, Configurable.Config) for item in value)
     )
+
+
+@contextlib.contextmanager
+def refusals_named() -> Iterator[None]:
+    """Raise `UserError` if a configuration refuses its values with a `ValueError`. tyro ends the
+    process instead, so the error is in the context of a `SystemExit`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, SystemExit) as raised:
+        error: BaseException | None = raised
+        while error and not isinstance(error, ValueError):
+            error = error.__context__
+        if error is None:
+            raise
+        raise UserError(
+            f"a configuration refuses its values: {error} ({type(error).__name__})"
+        ) from error
