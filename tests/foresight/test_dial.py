@@ -290,11 +290,23 @@ def test_the_named_device_decides_the_precision():
     assert here.training.mixed_precision_param == "float32" and not here.compile.enable
 
 
-def test_hours_are_a_budget():
+@pytest.mark.parametrize("window", [None, 1024])
+def test_hours_pay_for_attention_too(window):
+    """The FLOPs of the run, with attention, are those of the devices at 40 % of their peak; one
+    layer more would cost too much at 20 tokens per parameter."""
     words = ("--hours", "0.001", "--device", "h100", "--devices", "2")
-    config = parse(*words)
-    budget = 0.001 * 3600 * 2 * 0.4 * 989e12
-    assert parse("--budget", str(budget), *words[2:]).training == config.training
+    config = parse(*words, *(["--window", str(window)] if window else []))
+    paid = 0.001 * 3600 * 2 * 0.4 * 989e12
+    config.model_spec.model.vocab_size = 2048
+    cost = cost_of(config, 2)
+    assert cost.flops == pytest.approx(paid, rel=0.01)  # whole steps
+    assert cost.flops > 1.1 * 6 * cost.parameters * cost.tokens
+    assert cost.tokens / cost.parameters >= 20
+    larger = parse(
+        "--dial", str(config.model_spec.model.n_layers + 1), "--window", str(window or 256)
+    )
+    larger.model_spec.model.vocab_size = 2048
+    assert cost_of(larger).flops > paid
 
 
 def test_the_batch_follows_the_window():
@@ -348,7 +360,12 @@ def test_the_schedule_of_the_sources():
         (["--dial", "two"], "--dial is 'two'"),
         (["--dial", "4", "--budget", "1e18"], "--dial and --budget each choose the size"),
         (["--hours", "2"], "--hours 2 needs --device"),
-        (["--budget", "1e3"], "too small: one layer takes"),
+        (["--budget", "1e3"], "--budget 1e.03 FLOPs is too small: one layer takes"),
+        (
+            ["--hours", "1e-9", "--device", "h100"],
+            "--hours 1e-09 on 1 x h100: 1.42e.09 FLOPs is too",
+        ),
+        (["--hours", "inf", "--device", "h100"], "--hours is inf, but must be above 0 and below"),
         (["--width_per_layer", "30"], "--width_per_layer is 30"),
         (["--tokens_per_parameter", "0"], "--tokens_per_parameter is 0"),
         (["--module", "phi3"], "phi3 has others"),

@@ -54,26 +54,39 @@ def dial(
     require(window is None or window >= 1, "--window", window, "at least 1 token")
     vocabulary = PretrainedTokenizer.Config().build(path=hf_assets_path).vocab_size
     flavor = small_flavor(family)
+    total = budget
     if hours is not None:
         speed = device_named(device, devices).bfloat16_flops
-        budget = 3600 * hours * devices * scaling.UTILIZATION * speed
+        total = 3600 * hours * devices * scaling.UTILIZATION * speed
 
     def model_of(layers: int) -> Any:
         model = sized(flavor, scaling.sizes(layers, width_per_layer))
         return dataclasses.replace(model, vocab_size=vocabulary)
 
-    layers, tokens = _size_and_length(model_of, dial, budget, tokens_per_parameter)
+    def window_of(model: Any) -> int:
+        return scaling.window(model.dim) if window is None else window
+
+    def cost_of(layers: int) -> tuple[float, float]:
+        model = model_of(layers)
+        parameters = parameters_per_token(model)
+        if hours is None:
+            return parameters, 6 * parameters
+        per_token: float = on_meta(model).flops_per_token(window_of(model))
+        return parameters, per_token
+
+    name = "--budget" if hours is None else f"--hours {hours:g} on {devices} x {device}:"
+    layers, tokens = _size_and_length(cost_of, dial, total, tokens_per_parameter, name)
     model = model_of(layers)
     # with the same number of layers, so that each kind of layer has a counterpart
     base = sized(flavor, scaling.base_sizes(layers, width_per_layer))
     found = _transfers(model, dataclasses.replace(base, vocab_size=vocabulary), muon=muon)
-    seq_len = scaling.window(model.dim) if window is None else window
+    seq_len = window_of(model)
     on_gpu = device != "cpu" if device else torch.cuda.is_available()
     plan = scaling.schedule(parameters_per_token(model), tokens, seq_len, devices, muon=muon)
     config = DialTrainer.Config(
         hf_assets_path=hf_assets_path,
-        dial=layers if budget is None else None,
-        budget=budget if hours is None else None,
+        dial=layers if total is None else None,
+        budget=budget,
         hours=hours,
         device=device,
         devices=devices,
@@ -135,41 +148,38 @@ def _check(
     most = scaling.MOST_LAYERS
     require(dial is None or 1 <= dial <= most, "--dial", dial, f"from 1 to {most} layers")
     for name, value in {"--budget": budget, "--hours": hours}.items():
-        require(value is None or 0 < value < 1e30, name, value, "above 0")
+        require(value is None or 0 < value < 1e30, name, value, "above 0 and below 1e30")
     require(devices >= 1, "--devices", devices, "at least 1")
     is_length = 0 < tokens_per_parameter < 1e6
-    require(is_length, "--tokens_per_parameter", tokens_per_parameter, "above 0")
+    require(is_length, "--tokens_per_parameter", tokens_per_parameter, "above 0 and below 1e6")
     fits = 8 <= width_per_layer <= 4096 and width_per_layer % 8 == 0
     require(fits, "--width_per_layer", width_per_layer, "a multiple of 8 from 8 to 4096")
 
 
 def _size_and_length(
-    model_of: Callable[[int], object],
+    cost_of: Callable[[int], tuple[float, float]],
     dial: int | None,
     budget: float | None,
     tokens_per_parameter: float,
+    name: str,
 ) -> tuple[int, float]:
-    """Return the layers of the model and the tokens of the run."""
+    """Return the layers of the model and the tokens of the run. `cost_of` returns the parameters of
+    a model and its FLOPs per token, and `name` is of the budget."""
     if budget is None:
         layers = _DEFAULT_LAYERS if dial is None else dial
-        return layers, tokens_per_parameter * parameters_per_token(model_of(layers))
-    layers = _largest(model_of, budget, tokens_per_parameter)
-    return layers, budget / (6 * parameters_per_token(model_of(layers)))
-
-
-def _largest(model_of: Callable[[int], object], budget: float, tokens_per_parameter: float) -> int:
-    """Return the most layers whose run, 6 FLOPs per parameter and token, fits the budget."""
+        return layers, tokens_per_parameter * cost_of(layers)[0]
 
     def cost(layers: int) -> float:
-        return 6 * tokens_per_parameter * parameters_per_token(model_of(layers)) ** 2
+        parameters, per_token = cost_of(layers)
+        return tokens_per_parameter * parameters * per_token
 
-    if cost(1) > budget:
+    if (least := cost(1)) > budget:
         raise UserError(
-            f"--budget {budget:.3g} FLOPs is too small: one layer takes {cost(1):.3g} "
+            f"{name} {budget:.3g} FLOPs is too small: one layer takes {least:.3g} "
             f"(--tokens_per_parameter {tokens_per_parameter:g})"
         )
     low, high = 1, scaling.MOST_LAYERS + 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if cost(middle) <= budget else (low, middle)
-    return low
+    return low, budget / cost_of(low)[1]
