@@ -151,8 +151,8 @@ def graphs(monkeypatch) -> Graphs:
     return graphs
 
 
-def record_on_cpu(monkeypatch, capture) -> None:
-    monkeypatch.setitem(DEVICES, "cpu", Device(capture, bucket=16, patience=2))
+def record_on_cpu(monkeypatch, capture, *, keeps: bool = False) -> None:
+    monkeypatch.setitem(DEVICES, "cpu", Device(capture, bucket=16, patience=2, keeps=keeps))
 
 
 def with_and_without_cache(model, prompts) -> list[list[Generation]]:

@@ -488,12 +488,15 @@ def test_texts_of_a_batch_have_their_own_settings():
         assert len(text.top_logprobs) == (len(text.ids) if n % 3 else 0)
 
 
-@pytest.mark.parametrize("make_model", [mixed_model, hybrid_model])
+@pytest.mark.parametrize(
+    ("make_model", "growth"),
+    [(mixed_model, 2), (hybrid_model, 2), (small_model, 2), (small_model, 16)],
+)
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("max_rows", [4, None])
-def test_texts_arrive_between_tokens(make_model, max_rows, use_cache, monkeypatch):
-    """The cache grows by two slots at a time. Without a limit of rows, all are free."""
-    monkeypatch.setattr(plain_loop, "_GROWTH", 2)
+def test_texts_arrive_between_tokens(make_model, growth, max_rows, use_cache, monkeypatch):
+    """The cache grows by a few slots at a time. Without a limit of rows, all are free."""
+    monkeypatch.setattr(plain_loop, "_GROWTH", growth)
     model = make_model()
     engine = Engine(
         model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=max_rows, use_cache=use_cache

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import itertools
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from torch import Tensor
 
 from tests.components.generation.test_decode_graph import long_rope, record_on_cpu
 from tests.components.generation.test_engine import (
+    ALL,
     SAMPLING,
     STOP_IDS,
+    alone,
+    check_equal,
     hybrid_model,
     texts_of,
 )
@@ -22,6 +26,7 @@ from tests.models.family_cases import CASES, family_of, random_reference, to_our
 from tests.models.test_llama3 import VARIANTS, small_model, windowed_model
 from torchtitan.components.generation import Engine, Generation, decode_graph, generate, recording
 from torchtitan.components.generation.decode_graph import DEVICES
+from torchtitan.components.generation.kv_cache import KVCache
 from torchtitan.components.generation.recording import NotRecordable, Recording
 from torchtitan.components.generation.session import Session
 from torchtitan.components.peft.lora import LoRALinear
@@ -38,21 +43,22 @@ class Recordings:
         self.made: list[Recording] = []
 
     def __call__(self, step, memory, device):
-        recorded = CAPTURE(step, memory, device)
-        self.made.append(recorded)
-
-        def call() -> Tensor:
-            self.n_calls += 1
-            return recorded()
-
-        return call
+        self.made.append(CAPTURE(step, memory, device))
+        return self.made[-1]
 
 
 @pytest.fixture
 def recordings(monkeypatch) -> Recordings:
     """Record steps after 2 steps of a batch, with buckets of 16 slots."""
     recordings = Recordings()
-    record_on_cpu(monkeypatch, recordings)
+    record_on_cpu(monkeypatch, recordings, keeps=True)
+    call = Recording.__call__
+
+    def counting_call(recorded) -> Tensor:
+        recordings.n_calls += 1
+        return call(recorded)
+
+    monkeypatch.setattr(Recording, "__call__", counting_call)
     return recordings
 
 
@@ -60,7 +66,7 @@ def both_ways(recordings, monkeypatch, make_texts) -> tuple[list[Generation], li
     """Return texts with recordings, and with the same steps computed by the modules."""
     recorded = make_texts()
     if recordings.made:
-        record_on_cpu(monkeypatch, lambda step, memory, device: step)
+        record_on_cpu(monkeypatch, lambda step, memory, device: step, keeps=True)
     else:
         monkeypatch.setenv(decode_graph.SWITCH, "0")
     return recorded, make_texts()
@@ -92,6 +98,101 @@ def test_sampled_texts_that_join_and_leave(recordings, monkeypatch):
 
     check_bits(*both_ways(recordings, monkeypatch, texts))
     assert recordings.n_calls > len(recordings.made) > 1
+
+
+def serve(engine: Engine, numbers: Sequence[int]) -> list[Generation]:
+    """Return texts of which two join the batch at a time."""
+    waiting, found = list(numbers), {}
+
+    async def keep(number) -> None:
+        found[number] = await texts_of(engine, [number])[0]
+
+    def arrivals(n_free):
+        if len(found) == len(numbers):
+            return None
+        return [keep(waiting.pop(0)) for _ in range(min(2, n_free, len(waiting)))]
+
+    engine.serve(arrivals)
+    return [found[n] for n in numbers]
+
+
+def kept_bytes(engine: Engine) -> int:
+    """Return the memory of caches and results that an engine keeps."""
+    shapes = list(engine._shapes._by_size.values())
+    steps = [step for shape in shapes for step in shape.recorded.by_keys.values()]
+    tensors = [
+        *(x for shape in shapes for x in shape.memory._tensors.values()),
+        *(x for step in steps for x in step._memory),
+    ]
+    assert tensors and steps
+    return sum(x.untyped_storage().nbytes() for x in tensors)
+
+
+def test_later_batches_repeat_kept_recordings(recordings):
+    """Between two batches, nothing has memory."""
+    model = small_model()
+    engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=4)
+    first = serve(engine, ALL)
+    n_made, n_calls = len(recordings.made), recordings.n_calls
+    assert n_made and kept_bytes(engine) == 0
+    check_bits(serve(engine, ALL), first)
+    assert len(recordings.made) == n_made
+    # The steps before the first recording are recorded ones now.
+    assert recordings.n_calls - n_calls > n_calls
+    assert kept_bytes(engine) == 0
+    for weight in model.parameters():
+        weight.data.mul_(1.25)  # in place, as a trainer changes them
+    changed = serve(engine, ALL)
+    check_equal(changed, alone(model))
+    assert [text.ids for text in changed] != [text.ids for text in first]
+
+
+def test_a_weight_that_is_replaced_is_read(recordings):
+    model = small_model()
+    engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=4)
+    serve(engine, ALL)
+    n_made = len(recordings.made)
+    model.head.output.weight = torch.nn.Parameter(2 * model.head.output.weight)
+    check_equal(serve(engine, ALL), alone(model))
+    assert len(recordings.made) > n_made
+
+
+def test_nothing_is_kept_after_an_error(recordings, monkeypatch):
+    model = small_model()
+    engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=4)
+    serve(engine, ALL)
+    replayed = recordings.n_calls
+    call = Recording.__call__
+
+    def fail(recorded) -> Tensor:
+        if recordings.n_calls > replayed + 2:
+            call(recorded).fill_(torch.nan)
+            raise MemoryError
+        return call(recorded)
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(Recording, "__call__", fail)
+        serve(engine, ALL)
+    assert not engine._shapes._by_size
+    check_equal(serve(engine, ALL), alone(model))
+
+
+def test_rows_take_the_places_of_finished_ones(recordings, monkeypatch):
+    """Only their own keys are written then."""
+    model = small_model()
+    assembled, replaced = [], []
+    assemble, replace_rows = KVCache.assemble, KVCache.replace_rows
+    monkeypatch.setattr(
+        KVCache, "assemble", lambda self, *args: assembled.append(1) or assemble(self, *args)
+    )
+    monkeypatch.setattr(
+        KVCache,
+        "replace_rows",
+        lambda self, places, *args: replaced.append(places) or replace_rows(self, places, *args),
+    )
+    engine = Engine(model, sampling=SAMPLING, stop_ids=STOP_IDS, max_rows=4)
+    check_equal(serve(engine, ALL), alone(model))
+    assert len(replaced) >= 2 and len(assembled) <= len(ALL)
 
 
 def test_changed_adapters(recordings, monkeypatch):
@@ -348,7 +449,7 @@ def test_recordings_are_freed_with_their_batch(monkeypatch):
         made.append(weakref.ref(recorded))
         return recorded
 
-    record_on_cpu(monkeypatch, capture)
+    record_on_cpu(monkeypatch, capture, keeps=True)
     gc.disable()
     try:
         generate(small_model(), TINY_PROMPTS, max_new_tokens=40)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.components.generation.decode_graph import DecodeGraph, graphs_for
+from torchtitan.components.generation.decode_graph import DecodeGraph, Shape, Shapes, graphs_for
 from torchtitan.components.generation.experts import ExpertRecorder, add_experts
 from torchtitan.components.generation.forward import (
     NOT_FINITE_HINT,
@@ -25,7 +25,8 @@ from torchtitan.components.generation.forward import (
 from torchtitan.components.generation.kept_texts import KeptTexts, Tokens
 from torchtitan.components.generation.kv_cache import CachedAttention, KVCache
 from torchtitan.components.generation.next_tokens import LogprobsOf, NextToken, next_tokens
-from torchtitan.components.generation.row import PADDING, Row
+from torchtitan.components.generation.row import PADDING, Generation, Row
+from torchtitan.components.generation.sampling import RandomNumbers, Sampling
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.images.reader import ImageReader
 from torchtitan.distributed.process_group import gather_objects
@@ -35,6 +36,8 @@ from torchtitan.tools.cpu_products import PassProducts
 from torchtitan.tools.errors import UserError, in_words
 
 _EXPERTS = "experts"  # what a cache stores of tokens
+_MOST_EXTRA_SLOTS = 64
+"""Slots before the longest text that its batch may have, until all texts are aligned again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,8 +86,11 @@ class Needs(NamedTuple):
 class Batch:
     """Texts that wait for room, and texts that the model continues."""
 
-    def __init__(self, settings: BatchSettings, version: Callable[[], int]):
-        """`version` returns the number of the weights."""
+    def __init__(
+        self, settings: BatchSettings, version: Callable[[], int], shapes: Shapes | None = None
+    ):
+        """`version` returns the number of the weights. `shapes` keeps memory and recordings of
+        earlier batches, between which only values of weights have changed."""
         model = settings.model
         self._settings = settings
         self._model = model
@@ -105,7 +111,10 @@ class Batch:
         self._kept = KeptTexts(model, settings.max_rows, settings.degree)
         self._products = PassProducts(model)
         self._graph: DecodeGraph | None = None
-        self._graph_of = graphs_for(model, partial(logits_at, model, 0))
+        self._graphs = graphs_for(model, partial(logits_at, model, 0))
+        self._shapes = shapes or Shapes()
+        self._keeps_shapes = shapes is not None
+        self._shape: Shape | None = None
         self._cache: Any = (
             model.generation_cache(lambda: KVCache(model, 0)) if settings.use_cache else None
         )
@@ -315,10 +324,6 @@ class Batch:
             tokens_BL = torch.tensor([[row.last_token] * degree for row in rows])
             positions_BL = torch.tensor([[row.n_tokens - 1] * degree for row in rows])
             n_kept = 1
-            if self.growth and self._joins and cache.n_slots + degree > cache.max_slots:
-                cache.max_slots += self.growth
-                # A graph reads the memory of the old slots.
-                self._graph = self._graph_of(cache) if self._graph_of else None
             logits_BV = self._graph.logits(tokens_BL, positions_BL) if self._graph else None
             if logits_BV is not None:
                 self._logits_BV = logits_BV
@@ -395,10 +400,14 @@ class Batch:
         return held
 
     def _join(self, chosen: list[Row], held: Sequence[Prompts]) -> None:
-        """Add the chosen rows to the batch, after their prompts. Finished rows leave it if room is
-        needed, or if they are the majority."""
-        kept = [index for index, row in enumerate(self._rows) if not row.is_done]
-        if chosen or 0 < 2 * len(kept) < len(self._rows):
+        """Add the chosen rows to the batch, after their prompts: at the places of finished ones if
+        possible. Finished rows leave it if room is needed, if they are the majority, or if no
+        slot is left."""
+        kept, cache = self._alive(), self._cache
+        is_full = self.growth and cache.n_slots + self._degree > cache.max_slots
+        if chosen and self._has_places(chosen, len(kept)):
+            self._replace_finished(chosen, held)
+        elif chosen or (kept and (is_full or 2 * len(kept) < len(self._rows))):
             self._assemble(kept, chosen, held)
         if self._held and not any(row.start in self._held.row_of for row in self._waiting):
             self._held = None
@@ -427,22 +436,75 @@ class Batch:
         sources = [(self._cache, kept)]
         logits = [] if self._logits_BV is None else [self._logits_BV[kept]]
         for prompts in held:
-            joining = [row for row in chosen if row.start in prompts.row_of]
-            places = [prompts.row_of[row.start] for row in joining]
+            joining, places = _start(chosen, prompts)
             sources.append((prompts.cache, places))
             logits.append(prompts.logits_NV[places])
             rows += joining
-            for row, place in zip(joining, places, strict=True):
-                row.generation.n_reused += prompts.n_reused[place]
+        is_static = all(cache.is_static for cache, places in sources if places)
         n_slots = max(row.n_tokens for row in rows)
         # Padding before the first token and, under tensor parallelism, after the last.
-        longest = max(row.max_new_tokens - len(row.generation.ids) for row in rows)
-        longest = longest if self.growth is None else min(longest, self.growth)
-        self._cache.max_slots = n_slots + longest + 2 * self._degree
-        self._cache.assemble(sources, n_slots)
-        if self._graph_of:
-            self._graph = self._graph_of(self._cache)
+        self._cache.max_slots = n_slots + self._n_left(rows) + 2 * self._degree
+        shape = None
+        if self._graphs and self._graphs.keeps and is_static:
+            n_rows = len(rows)
+            if self.growth:  # few different numbers, so that recordings are used again
+                n_rows = self._few_numbers(n_rows)
+                self._cache.max_slots += -self._cache.max_slots % self.growth
+            shape = self._shapes.shape(n_rows, self._cache.max_slots)
+            n_missing = n_rows - len(rows)
+            rows += n_missing * [_finished_row()]
+            logits.append(logits[-1].new_zeros(n_missing, logits[-1].shape[1]))
+        self._cache.assemble(sources, n_slots, shape.memory if shape else None)
         self._rows, self._logits_BV = rows, torch.cat(logits)
+        if self._shape is not None and self._shape is not shape:
+            self._shape.free()
+        self._shape = shape
+        self._graph = DecodeGraph(self._graphs, self._cache, shape) if self._graphs else None
+
+    def _alive(self) -> list[int]:
+        """Return the numbers of the rows that have not ended."""
+        return [index for index, row in enumerate(self._rows) if not row.is_done]
+
+    def _n_left(self, rows: Sequence[Row]) -> int:
+        """Return the number of tokens to reserve slots for."""
+        longest = max(row.max_new_tokens - len(row.generation.ids) for row in rows)
+        return longest if self.growth is None else min(longest, self.growth)
+
+    def _few_numbers(self, n_rows: int) -> int:
+        """Return the next larger of few numbers of rows, within the limit: 1, 2, 4, 8, then at most
+        a quarter more."""
+        n_bits = (n_rows - 1).bit_length()
+        step = 2 ** (n_bits if n_bits <= 3 else n_bits - 3)
+        most = self._settings.max_rows or sys.maxsize
+        return max(min(-(-n_rows // step) * step, most), n_rows)
+
+    def _has_places(self, chosen: Sequence[Row], n_alive: int) -> bool:
+        """Return whether rows can take the places of finished ones."""
+        if self._shape is None or not n_alive or len(chosen) > len(self._rows) - n_alive:
+            return False
+        cache = self._cache
+        longest = max(row.n_tokens for row in [*self._rows, *chosen])
+        n_needed = cache.n_slots + (0 if self.growth else self._n_left(chosen))
+        return (
+            max(row.n_tokens for row in chosen) <= cache.n_slots <= longest + _MOST_EXTRA_SLOTS
+            and n_needed + 2 * self._degree <= cache.max_slots
+        )
+
+    def _replace_finished(self, chosen: Sequence[Row], held: Sequence[Prompts]) -> None:
+        """Put rows at the places of finished ones. The others, and what is recorded, stay."""
+        assert self._logits_BV is not None
+        free = [index for index, row in enumerate(self._rows) if row.is_done]
+        for prompts in held:
+            joining, sources = _start(chosen, prompts)
+            if not joining:
+                continue
+            places, free = free[: len(joining)], free[len(joining) :]
+            self._cache.replace_rows(places, prompts.cache, sources)
+            self._logits_BV = self._logits_BV.index_copy(
+                0, torch.tensor(places), prompts.logits_NV[sources]
+            )
+            for place, row in zip(places, joining, strict=True):
+                self._rows[place] = row
 
     def _sample(self) -> None:
         """Draw a token for each row, and continue the coroutines of rows that end."""
@@ -497,6 +559,10 @@ class Batch:
     def _forget(self) -> None:
         """Free the memory of a batch without rows."""
         self._graph = None
+        self._shape = None
+        self._shapes.free()
+        if not self._keeps_shapes:
+            self._shapes.clear()
         self._held = None
         self._kept.clear()
         self._logits_BV = None
@@ -514,6 +580,22 @@ class Batch:
         if own is None or isinstance(own, UserError):
             return UserError(next(filter(None, errors)))
         return own
+
+
+def _start(chosen: Sequence[Row], prompts: Prompts) -> tuple[list[Row], list[int]]:
+    """Return the chosen rows that start from some prompts, and the places of their prompts."""
+    joining = [row for row in chosen if row.start in prompts.row_of]
+    places = [prompts.row_of[row.start] for row in joining]
+    for row, place in zip(joining, places, strict=True):
+        row.generation.n_reused += prompts.n_reused[place]
+    return joining, places
+
+
+def _finished_row() -> Row:
+    """Return a row of padding."""
+    row = Row((PADDING,), 0, RandomNumbers(""), None, Sampling(), 0, Generation())
+    row.is_done = True
+    return row
 
 
 def _any_process(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:

@@ -5,15 +5,15 @@ import functools
 import os
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchtitan.components.generation.kv_cache import KVCache
+from torchtitan.components.generation.kv_cache import KVCache, SlotMemory
 from torchtitan.components.generation.recording import NotRecordable, Recording
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.experts import StackedExperts
@@ -21,7 +21,7 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.device import send
 from torchtitan.tools.errors import UserError, in_words
 from torchtitan.tools.logging import logger
-from torchtitan.tools.torch_private import CheckpointWrapper, forward_hooks
+from torchtitan.tools.torch_private import CheckpointWrapper, forward_hooks, storage_key
 
 SWITCH = "TORCHTITAN_CUDA_GRAPHS"
 """Environment variable; 0: decode without graphs, also on the CPU."""
@@ -51,6 +51,8 @@ class Device(NamedTuple):
     n_unused: int = 0
     """A bucket has at least this number of slots of all rows together: few rows attend to unused
     ones in less time than a graph takes to make."""
+    keeps: bool = False
+    """Keep recordings, with the memory that they read, for later batches (`Shapes`)."""
 
 
 @functools.cache
@@ -93,13 +95,15 @@ _failures: dict[str, str] = {}
 
 DEVICES = {
     "cuda": Device(_capture_on_cuda, bucket=256, patience=8),
-    "cpu": Device(_capture_on_cpu, bucket=64, patience=8, loads_kernels=False, n_unused=1024),
+    "cpu": Device(
+        _capture_on_cpu, bucket=64, patience=8, loads_kernels=False, n_unused=1024, keeps=True
+    ),
 }
 """By type. On other devices, steps are not recorded."""
 
 
-def graphs_for(model: BaseModel, compute: Compute) -> "Callable[[KVCache], DecodeGraph] | None":
-    """Return a function that makes the graphs of batches in a cache. None if the device has no
+def graphs_for(model: BaseModel, compute: Compute) -> "Graphs | None":
+    """Return what the graphs of batches share. None if the device has no
     graphs, or if the host takes part in a step: weights that are sharded, offloaded or packed,
     experts (some of whose products read their sizes), blocks with activation checkpointing (which
     reads the state of random numbers), LongRoPE (whose factors it sends), hooks of other code
@@ -124,7 +128,7 @@ def graphs_for(model: BaseModel, compute: Compute) -> "Callable[[KVCache], Decod
     )
     if not is_possible or os.environ.get(SWITCH) == "0":
         return None
-    return partial(DecodeGraph, Graphs(model, compute, device))
+    return Graphs(model, compute, device)
 
 
 @dataclass(slots=True, eq=False)
@@ -137,19 +141,98 @@ class Graphs:
     is_possible: bool = True
     """False once a step was not recordable."""
 
+    @property
+    def keeps(self) -> bool:
+        """True if recordings are kept with their memory."""
+        return DEVICES[self.device.type].keeps
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Recorded:
+    """Recorded steps of equally many rows, which read the same memory."""
+
+    inputs_3B: Tensor | None = None
+    by_keys: dict[int, Step] = field(default_factory=dict)
+    """By the number of slots that they attend to."""
+    memory: Sequence[object] = ()
+    """What identifies the memory that they read."""
+    graph: "weakref.ref[DecodeGraph] | None" = None
+    """The graph in use, whose step is the recorded one."""
+
+    def step(self) -> Tensor:
+        """Compute the step of the graph in use."""
+        assert self.graph is not None
+        graph = self.graph()
+        assert graph is not None, "a recording is checked while its batch exists"
+        return graph.step()
+
+    def free_results(self) -> None:
+        """Give the memory of results back until the next use."""
+        for step in self.by_keys.values():
+            if isinstance(step, Recording):
+                step.free_results()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shape:
+    """Memory of a cache, with the recordings that read it."""
+
+    memory: SlotMemory
+    recorded: Recorded = field(default_factory=Recorded)
+
+    def free(self) -> None:
+        """Give all memory back until the next use."""
+        self.memory.free()
+        self.recorded.free_results()
+
+
+class Shapes:
+    """Memory and recordings of batches with different numbers of rows and slots, the `most` that
+    were used last: a recording takes the time of several steps. One of them has memory at a time;
+    `free` gives it back."""
+
+    def __init__(self, most: int = 16):
+        self._most = most
+        self._by_size: OrderedDict[tuple[int, int], Shape] = OrderedDict()
+
+    def shape(self, n_rows: int, n_slots: int) -> Shape:
+        """Return the shape with these numbers."""
+        size = n_rows, n_slots
+        found = self._by_size.pop(size, None) or Shape(SlotMemory(*size))
+        self._by_size[size] = found
+        if len(self._by_size) > self._most:
+            self._by_size.popitem(last=False)
+        return found
+
+    def free(self) -> None:
+        """Give all memory back until the next use."""
+        for shape in self._by_size.values():
+            shape.free()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._by_size.clear()
+
 
 class DecodeGraph:
-    """Decoding of a batch whose rows stay the same, as long as all layers keep all tokens and have
-    no states."""
+    """Decoding of a batch whose rows stay the same, or are replaced at their places, as long as all
+    layers keep all tokens and have no states. The recorded steps of a `Shape`, whose memory is the
+    cache's, are used again."""
 
-    def __init__(self, graphs: Graphs, cache: KVCache):
+    def __init__(self, graphs: Graphs, cache: KVCache, shape: Shape | None = None):
         self._graphs = graphs
         self._device = DEVICES[graphs.device.type]
         self._patience = self._device.patience
         self._cache = cache
+        self._keeps = shape is not None
         self._n_keys = 0
-        self._inputs_3B: Tensor | None = None
-        self._replay: Step | None = None
+        self._recorded = shape.recorded if shape else Recorded()
+        self._recorded.graph = weakref.ref(self)
+        if shape:
+            memory = list(map(_identity, self._outer_memory()))
+            if memory != self._recorded.memory:
+                self._recorded.by_keys.clear()
+                self._recorded.memory = memory
 
     def logits(self, tokens_B1: Tensor, positions_B1: Tensor) -> Tensor | None:
         """Return the logits (B, V) of the next tokens, given on the host, in memory that the next
@@ -157,45 +240,56 @@ class DecodeGraph:
         `UserError` if recording fails."""
         self._patience -= 1
         n_slots = self._cache.n_slots
-        if self._patience >= 0 or not (self._graphs.is_possible and self._cache.is_static):
+        if not (self._graphs.is_possible and self._cache.is_static):
+            return None
+        bucket = max(self._device.bucket, self._device.n_unused // len(tokens_B1))
+        n_keys = min((n_slots // bucket + 1) * bucket, self._cache.max_slots)
+        recorded = self._recorded
+        if self._patience >= 0 and n_keys not in recorded.by_keys:
             return None
         inputs_B1 = (tokens_B1, positions_B1, torch.full_like(tokens_B1, n_slots))
         inputs_3B = send(torch.cat(inputs_B1, dim=1).T.contiguous(), self._graphs.device)
-        self._inputs_3B = inputs_3B if self._inputs_3B is None else self._inputs_3B.copy_(inputs_3B)
-        bucket = max(self._device.bucket, self._device.n_unused // len(tokens_B1))
-        n_keys = min((n_slots // bucket + 1) * bucket, self._cache.max_slots)
+        old_3B = recorded.inputs_3B
+        recorded.inputs_3B = inputs_3B if old_3B is None else old_3B.copy_(inputs_3B)
         try:
             logits_BV = self._logits(n_keys)
         except NotRecordable as error:
             logger.debug("decoding is not recorded: %s", error)
             self._graphs.is_possible = False
-            self._replay = None
+            recorded.by_keys.clear()
             return None
         self._cache.advance(1)
         return logits_BV
 
     def _logits(self, n_keys: int) -> Tensor:
+        recorded = self._recorded
         if n_keys != self._n_keys:
-            self._n_keys, self._replay = n_keys, None
+            self._n_keys = n_keys
+            if self._keeps:
+                recorded.free_results()
+            else:
+                recorded.by_keys.clear()
             if self._device.loads_kernels:
-                return self._step()
-        self._replay = self._replay or self._record()
-        return self._replay()
+                return self.step()
+        if n_keys not in recorded.by_keys:
+            recorded.by_keys[n_keys] = self._record()
+        return recorded.by_keys[n_keys]()
 
-    def _step(self) -> Tensor:
-        assert self._inputs_3B is not None
-        tokens_B, positions_B, slots_B = self._inputs_3B
+    def step(self) -> Tensor:
+        """Compute the logits of the inputs."""
+        assert self._recorded.inputs_3B is not None
+        tokens_B, positions_B, slots_B = self._recorded.inputs_3B
         attention = self._cache.static_attention(positions_B[:, None], slots_B[:1], self._n_keys)
         return self._graphs.compute(tokens_B[:, None], attention)
 
     def _record(self) -> Step:
         device = self._graphs.device
         # A recording keeps its step; it must not keep this object, and with it the cache's memory.
-        graph = weakref.proxy(self)
+        recorded = weakref.proxy(self._recorded)
         with _recording:
             _check_failure(device)
             try:
-                return self._device.capture(lambda: graph._step(), self._memory(), device)
+                return self._device.capture(lambda: recorded.step(), self._memory(), device)
             except RuntimeError as error:
                 # The end of a failed capture fails too.
                 _failures[device.type] = in_words(error.__context__ or error)
@@ -203,11 +297,19 @@ class DecodeGraph:
                 raise
 
     def _memory(self) -> list[Tensor]:
-        """Return all tensors from outside that a step reads. The weights may be other tensors than
-        before, such as copies in another type."""
-        assert self._inputs_3B is not None
+        """Return all tensors from outside that a step reads."""
+        assert self._recorded.inputs_3B is not None
+        return [*self._outer_memory(), self._recorded.inputs_3B]
+
+    def _outer_memory(self) -> list[Tensor]:
+        """Return the weights and the cache. The weights may be other tensors than before, such as
+        copies in another type."""
         model = self._graphs.model
-        return [*model.parameters(), *model.buffers(), self._inputs_3B, *self._cache.memory()]
+        return [*model.parameters(), *model.buffers(), *self._cache.memory()]
+
+
+def _identity(x: Tensor) -> object:
+    return storage_key(x.untyped_storage()), x.dtype, x.shape, x.stride(), x.storage_offset()
 
 
 def _check_failure(device: torch.device) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan.components.generation.batch import Batch, BatchSettings
+from torchtitan.components.generation.decode_graph import Shapes
 from torchtitan.components.generation.experts import require_recordable
 from torchtitan.components.generation.forward import device_of, reject_partial_model
 from torchtitan.components.generation.next_tokens import LogprobsOf
@@ -105,6 +106,7 @@ class Engine:
         self._is_advancing = False  # whether code of a coroutine without a loop is running
         self._session: Session | None = None
         self._running_now = threading.Lock()
+        self._shapes = Shapes()
         if reader and not (use_cache and self._model.generation_cache(lambda: None)):
             name = type(getattr(model, "model", model)).__name__
             raise UserError(f"{name} cannot generate from images here: its cache is not used")
@@ -170,13 +172,18 @@ class Engine:
     def serve(self, arrivals: Arrivals) -> None:
         """Run the coroutines that `arrivals` returns between two tokens, as `run` does, until it
         returns None; their results are dropped. Rows join and leave the batch at every token, and
-        the cache grows with them. Raise the error of a coroutine, and `UserError` as `run` does, or
-        if several processes share the model: the others do not know what arrives."""
+        the cache grows with them. Recordings are kept for the next call, before which only values
+        of weights may change. Raise the error of a coroutine, and `UserError` as `run` does, or if
+        several processes share the model: the others do not know what arrives."""
         if self._settings.group is not None:
             raise UserError("Engine.serve needs a model in one process; set group to None")
         self._acquire()
         try:
-            PlainLoop(self._new_batch(), self._advancing).serve(arrivals)
+            batch = Batch(self._settings, lambda: self.version, self._shapes)
+            PlainLoop(batch, self._advancing).serve(arrivals)
+        except BaseException:
+            self._shapes.clear()  # of a state that is not known
+            raise
         finally:
             self._running_now.release()
 

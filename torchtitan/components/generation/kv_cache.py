@@ -71,6 +71,7 @@ class KVCache:
         self._stored: dict[Any, Any] = {}
         """First slot of a layer's keys and values, and both from there: all in full layers. The
         same for tensors that `store` keeps."""
+        self._has_windows = False
         self._cleanup = ExitStack()
 
     def __enter__(self) -> Self:
@@ -102,7 +103,7 @@ class KVCache:
     def is_static(self) -> bool:
         """True if `static_attention` is possible: no states, and all layers keep all tokens, in
         memory that the first step after `assemble` allocates for `max_slots`."""
-        return not self.states and all(
+        return not (self.states or self._has_windows) and all(
             keys.shape[1] == self.max_slots for _, keys, *_ in self._stored.values()
         )
 
@@ -162,11 +163,18 @@ class KVCache:
         view.n_slots = n_slots
         return view
 
-    def assemble(self, sources: "Sequence[tuple[KVCache, list[int]]]", n_slots: int) -> None:
+    def assemble(
+        self,
+        sources: "Sequence[tuple[KVCache, list[int]]]",
+        n_slots: int,
+        memory: "SlotMemory | None" = None,
+    ) -> None:
         """Replace the content by rows of caches of the same model, which may include this one,
         aligned at their last tokens. `n_slots` is the number of tokens to keep, at least the length
-        of the longest row."""
+        of the longest row. Given `memory` of `max_slots` slots, keep the rows in its first ones;
+        all sources must be static."""
         used = [(cache, torch.tensor(rows)) for cache, rows in sources if rows]
+        self._has_windows = any(cache._has_windows for cache, _ in used)
         stored, states = {}, {}
         for module in used[0][0]._stored:
             layers = [
@@ -174,20 +182,18 @@ class KVCache:
                 for cache, rows in used
             ]
             width = min(n_slots, max(n_valid for _, n_valid, _ in layers))
+            width = n_slots if memory else width
             # of one kind, such as keys, in all caches
             kinds = zip(*(tensors for (_, *tensors), _, _ in layers), strict=True)
-            stored[module] = (
-                n_slots - width,
-                *(
-                    torch.cat(
-                        [
-                            _last(tensor, rows, n_valid, width)
-                            for tensor, (_, n_valid, rows) in zip(kind, layers, strict=True)
-                        ]
-                    )
-                    for kind in kinds
-                ),
-            )
+            tensors = []
+            for number, kind in enumerate(kinds):
+                parts = [
+                    _last(tensor, rows, n_valid, width)
+                    for tensor, (_, n_valid, rows) in zip(kind, layers, strict=True)
+                ]
+                x_BSKD = torch.cat(parts)
+                tensors.append(memory.put((module, number), x_BSKD) if memory else x_BSKD)
+            stored[module] = n_slots - width, *tensors
         for module in used[0][0].states:
             parts = [
                 tree_map(lambda x, rows=rows: x[rows.to(x.device)], cache.states[module])
@@ -197,6 +203,16 @@ class KVCache:
         self.n_slots, self._stored = n_slots, stored
         self.states.clear()
         self.states.update(states)
+
+    def replace_rows(self, places: list[int], source: "KVCache", rows: list[int]) -> None:
+        """Write rows of another static cache, which have no more tokens than are kept here, to some
+        places of this one, which is static."""
+        places_B, rows_B = torch.tensor(places), torch.tensor(rows)
+        for module, (_, *tensors) in self._stored.items():
+            _, *others = source._stored[module]
+            for memory, other in zip(tensors, others, strict=True):
+                x_BSKD = _last(other, rows_B, source.n_slots, self.n_slots)
+                memory[:, : self.n_slots].index_copy_(0, places_B.to(memory.device), x_BSKD)
 
     def store(self, name: str, values_BLHD: Tensor) -> None:
         """Keep further values of the tokens of the last forward pass, before `advance`, with the
@@ -225,6 +241,7 @@ class KVCache:
         assert attention.query_places_L is not None and attention.key_places_S is not None
         end = self.n_slots + new[0].shape[1]
         if attention.window is not None:
+            self._has_windows = True
             stored_first, *stored = self._stored_or_none(module, new)
             first = end - len(attention.key_places_S)
             kept = slice(first - stored_first, self.n_slots - stored_first)
@@ -258,6 +275,35 @@ class KVCache:
     def _stored_or_none(self, key: Any, new: Sequence[Tensor]) -> Any:
         """Return the first slot and the values that are stored, none if nothing is yet."""
         return self._stored[key] if key in self._stored else (0, *(x[:, :0] for x in new))
+
+
+class SlotMemory:
+    """Memory of a static cache, `n_slots` slots of `n_rows` rows: the same tensors each time, so
+    that recordings which read them stay valid. `free` gives the memory back until the next use."""
+
+    def __init__(self, n_rows: int, n_slots: int):
+        self.n_rows, self.n_slots = n_rows, n_slots
+        self._tensors: dict[Any, Tensor] = {}
+
+    def put(self, key: Any, x_BSKD: Tensor) -> Tensor:
+        """Return the tensor of a key, which begins with the values of `x_BSKD`. Other slots are 0,
+        since a masked key of NaN would poison the sum."""
+        n_rows, n_slots = x_BSKD.shape[:2]
+        memory = self._tensors.get(key)
+        if memory is None or memory.shape[2:] != x_BSKD.shape[2:] or memory.dtype != x_BSKD.dtype:
+            every_row_BSKD = x_BSKD[:1].expand(self.n_rows, -1, -1, -1)
+            memory = self._tensors[key] = _zeros(every_row_BSKD, self.n_slots)
+        elif not memory.untyped_storage().nbytes():
+            memory.untyped_storage().resize_(memory.numel() * memory.element_size())
+        memory[:n_rows, n_slots:] = 0
+        memory[n_rows:] = 0
+        memory[:n_rows, :n_slots] = x_BSKD
+        return memory
+
+    def free(self) -> None:
+        """Give the memory back. Nothing may read it until its next use."""
+        for memory in self._tensors.values():
+            memory.untyped_storage().resize_(0)
 
 
 def _zeros(x_BLKD: Tensor, n_slots: int) -> Tensor:

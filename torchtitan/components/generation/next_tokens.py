@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 
 from torchtitan.components.generation.row import Row
-from torchtitan.components.generation.sampling import Sampling, draw, sampled_logprobs
+from torchtitan.components.generation.sampling import (
+    Sampling,
+    draw,
+    draw_by_weight,
+    sampled_logprobs,
+)
 
 LogprobsOf = Literal["model", "sampling"]
 
@@ -29,9 +34,12 @@ def next_tokens(
 ) -> list[NextToken]:
     """Draw a token for each row from its logits; any token for finished rows."""
     logits_BV = logits_BV.float()
-    sums_B = logits_BV.logsumexp(dim=-1)
+    peaks_B1 = logits_BV.amax(dim=-1, keepdim=True)
+    # of the model's own distribution, from which most texts draw
+    weights_BV = (logits_BV - peaks_B1).exp_()
+    sums_B = weights_BV.sum(dim=-1).log() + peaks_B1[:, 0]
     groups = _places_by_settings(rows)
-    tokens_B = _draw(rows, logits_BV, groups)
+    tokens_B = _draw(rows, logits_BV, weights_BV, groups)
     logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - sums_B
     if logprobs_of == "sampling":
         for sampling, places in groups:
@@ -57,16 +65,35 @@ def _places_by_settings(rows: Sequence[Row]) -> list[tuple[Sampling, list[int]]]
 
 
 def _draw(
-    rows: Sequence[Row], logits_BV: Tensor, groups: Sequence[tuple[Sampling, list[int]]]
+    rows: Sequence[Row],
+    logits_BV: Tensor,
+    weights_BV: Tensor,
+    groups: Sequence[tuple[Sampling, list[int]]],
 ) -> Tensor:
-    """Draw for all rows with equal settings at once."""
+    """Draw for all rows with equal settings at once, with `weights_BV` of the model's own
+    distribution."""
+    every = slice(None)
     if len(groups) == 1:
-        return draw(logits_BV, groups[0][0], [row.numbers for row in rows])
+        return _draw_places(rows, logits_BV, weights_BV, groups[0][0], every)
     tokens_B = torch.zeros(len(rows), dtype=torch.int64, device=logits_BV.device)
     for sampling, places in groups:
-        numbers = [rows[place].numbers for place in places]
-        tokens_B[places] = draw(logits_BV[places], sampling, numbers)
+        own = [rows[place] for place in places]
+        tokens_B[places] = _draw_places(own, logits_BV, weights_BV, sampling, places)
     return tokens_B
+
+
+def _draw_places(
+    rows: Sequence[Row],
+    logits_BV: Tensor,
+    weights_BV: Tensor,
+    sampling: Sampling,
+    places: slice | list[int],
+) -> Tensor:
+    """Draw for the rows at some places, with equal settings."""
+    numbers = [row.numbers for row in rows]
+    if sampling.is_plain:
+        return draw_by_weight(weights_BV[places], numbers)
+    return draw(logits_BV[places], sampling, numbers)
 
 
 def _most_probable(

@@ -166,6 +166,8 @@ class Recording:
         self._check(result)
         self.n_bytes = memories.n_bytes
         """Memory of results."""
+        self._memory = memories.all
+        self._has_memory = True
         self._step = step
         self._n_calls = 0
 
@@ -173,12 +175,22 @@ class Recording:
         """Repeat the operations. Return the logits, in memory that the next call overwrites. Raise
         `NotRecordable` if they are not the step's: the second call, whose inputs are not those of
         the recording, computes both."""
+        if not self._has_memory:
+            for memory in self._memory:
+                memory.untyped_storage().resize_(len(memory))
+            self._has_memory = True
         for function, args, kwargs in self._program:
             function(*args, **kwargs)
         self._n_calls += 1
         if self._n_calls == 2:
             self._check(self._step())
         return self._result
+
+    def free_results(self) -> None:
+        """Give the memory of results back until the next call."""
+        self._has_memory = False
+        for memory in self._memory:
+            memory.untyped_storage().resize_(0)
 
     def _check(self, expected: Tensor) -> None:
         """Raise `NotRecordable` if repeated operations have another result than the step."""
@@ -205,6 +217,7 @@ class _Memories:
 
     def __init__(self, calls: Sequence[_Call], result: int):
         self.n_bytes = 0
+        self.all: list[Tensor] = []
         self._memory: dict[int, Tensor] = {}
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         self._calls = calls
@@ -219,7 +232,8 @@ class _Memories:
                 continue
             size = -(-x.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
             if not self._free[size]:
-                self._free[size].append(torch.empty(size, dtype=torch.uint8))
+                self.all.append(torch.empty(size, dtype=torch.uint8))
+                self._free[size].append(self.all[-1])
                 self.n_bytes += size
             self._memory[key] = self._free[size].pop()
 

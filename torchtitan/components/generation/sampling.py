@@ -88,13 +88,20 @@ def draw(logits_BV: Tensor, sampling: Sampling, numbers: Sequence[Iterator[float
     """
     if sampling.temperature == 0:
         return logits_BV.argmax(dim=-1)
-    device = logits_BV.device
+    return draw_by_weight(restricted_logits(logits_BV, sampling).exp_(), numbers)
+
+
+def draw_by_weight(weights_BV: Tensor, numbers: Sequence[Iterator[float]]) -> Tensor:
+    """Return one token id per row, see `draw`, with a probability in proportion to its weight,
+    float32."""
+    device = weights_BV.device
     if device.type == "mps":  # has no float64
-        logits_BV = logits_BV.cpu()
-    weights_BV = restricted_logits(logits_BV, sampling).exp_()
+        weights_BV = weights_BV.cpu()
     # Sums of blocks are much faster than one of all tokens: first find the block, then the token in
     # it.
-    blocks_BKE = F.pad(weights_BV, (0, -weights_BV.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    n_missing = -weights_BV.shape[1] % _BLOCK
+    padded_BV = F.pad(weights_BV, (0, n_missing)) if n_missing else weights_BV
+    blocks_BKE = padded_BV.unflatten(1, (-1, _BLOCK))
     drawn_B = torch.tensor([next(own) for own in numbers], dtype=torch.float64)
     ends_BK = blocks_BKE.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     places_B1 = send(drawn_B, ends_BK.device)[:, None] * ends_BK[:, -1:]
