@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ class VocabularySize(Tokenizer):
         super().__init__(config)
         self.vocab_size = config.vocab_size
 
-    def tokenize(self, *args: object, **options: object) -> Any:
+    def tokenize(self, *args: object, **options: object) -> NoReturn:
         raise NotImplementedError
 
     decode = tokenize
@@ -83,7 +83,8 @@ def without_data(config: Trainer.Config) -> Trainer.Config:
             "a dry run cannot sample answers; try --module auto --config sft with the same model"
         )
     config = with_vocabulary(config)
-    vocab_size: Any = config.model_spec.model.vocab_size
+    vocab_size = config.model_spec.model.vocab_size
+    assert vocab_size is not None, "`with_vocabulary` sets it"
     return dataclasses.replace(
         config,
         tokenizer=VocabularySize.Config(vocab_size=vocab_size),

@@ -3,13 +3,14 @@ layer."""
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from torchtitan.tools.torch_private import (
     FakeTensor,
+    FakeTensorMode,
     OpOverload,
     active_fake_mode,
     like_fake_tensor,
@@ -24,7 +25,7 @@ _PLAIN = frozenset(
 )
 """Types of arguments, besides tensors, that are equal if their values are."""
 
-_Maker = Callable[[list[Any], Any], Any]
+_Maker = Callable[[list[Tensor], FakeTensorMode | None], Tensor | None]
 """Makes a result from the tensors among the arguments, for a `FakeTensorMode`."""
 
 _MOST_KNOWN = 20_000
@@ -48,7 +49,7 @@ class KnownResults:
     _known: ClassVar[dict[object, tuple[type | None, list[_Maker]]]] = {}
     """Of all dry runs of the process, of which a plan has many that differ little."""
 
-    def call(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Return the result of `func` within the active `FakeTensorMode`, if any."""
         mode = active_fake_mode()
         if mode is None or func.namespace != "aten":
@@ -76,8 +77,8 @@ class KnownResults:
 
 def _key(
     func: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     tensors: list[Tensor],
 ) -> tuple[object, ...]:
     """Return all that the sizes and types of a result depend on, and append the tensors among the
@@ -103,22 +104,22 @@ def _makes_views(func: OpOverload) -> bool:
     return is_part or schema.name == "aten::_unsafe_view"  # whose schema does not say so
 
 
-def _describe(values: Iterable[Any], facts: list[object], tensors: list[Tensor]) -> None:
+def _describe(values: Iterable[object], facts: list[object], tensors: list[Tensor]) -> None:
     for value in values:
         kind = type(value)
-        if kind is FakeTensor:
+        if isinstance(value, FakeTensor):
             facts += _facts_of(value)
             tensors.append(value)
         elif kind in _PLAIN:
             facts += (kind, value)
-        elif kind is list or kind is tuple:
+        elif isinstance(value, list | tuple) and kind in (list, tuple):
             facts += (kind, len(value))
             _describe(value, facts, tensors)
         else:
             raise _Unknown
 
 
-def _facts_of(tensor: Any) -> tuple[object, ...]:
+def _facts_of(tensor: FakeTensor) -> tuple[object, ...]:
     if tensor.constant is not None or tensor.is_conj() or tensor.is_neg():
         raise _Unknown
     return (
@@ -133,11 +134,11 @@ def _facts_of(tensor: Any) -> tuple[object, ...]:
 
 
 def _recipe_of(
-    result: Any, tensors: list[Tensor], makes_views: bool
+    result: object, tensors: list[Tensor], makes_views: bool
 ) -> tuple[type | None, list[_Maker]]:
     """Return the type of a collection of results (None: there is one), and how to make each."""
     kind = type(result)
-    results = list(result) if kind in (list, tuple) else [result]
+    results = list(result) if isinstance(result, list | tuple) else [result]
     owners = {_storage(one): i for i, one in enumerate(tensors)}
     if len(owners) < len(tensors):  # arguments of a later call may not share their memory
         raise _Unknown
@@ -148,13 +149,15 @@ def _recipe_of(
     return (kind if kind in (list, tuple) else None), makers
 
 
-def _maker_of(result: Any, tensors: list[Any], owners: dict[int, int], makes_views: bool) -> _Maker:
+def _maker_of(
+    result: object, tensors: list[Tensor], owners: dict[int, int], makes_views: bool
+) -> _Maker:
     if result is None:
         return lambda arguments, mode: None
     for i, tensor in enumerate(tensors):
         if tensor is result:
             return lambda arguments, mode: arguments[i]
-    if type(result) is not FakeTensor:
+    if not isinstance(result, FakeTensor):
         raise _Unknown
     _facts_of(result)  # raises for what is not made here
     make, owner = like_fake_tensor(result), owners.get(_storage(result))

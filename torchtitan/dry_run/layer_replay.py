@@ -3,10 +3,11 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import Node
 
 from torchtitan.dry_run.memory_tracker import Allocation, MemoryTracker
 from torchtitan.dry_run.observer import tensors_in
@@ -16,7 +17,7 @@ from torchtitan.tools.equal_layers import facts_of, facts_of_layer
 from torchtitan.tools.sharded import is_fsdp_module
 from torchtitan.tools.torch_private import FakeTensor, like_fake_tensor, storage_references
 
-_Made = tuple[Callable[[Any], Any], Allocation]
+_Made = tuple[Callable[[], Tensor], Allocation]
 """A function that makes a tensor like a result, and the memory of the result."""
 
 
@@ -122,10 +123,10 @@ class LayerReplay:
         index: int,
         equal: list[int],
         layer: nn.Module,
-        compute: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        compute: Callable[..., object],
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         parameters = [one for one in layer.parameters() if one.requires_grad]
         given = tensors_in((args, kwargs))
         tensors = [one for one in given if one.requires_grad]
@@ -169,18 +170,19 @@ class LayerReplay:
         self,
         parameters: Sequence[Tensor],
         tensors: Sequence[Tensor],
-        compute: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Any, _Computed | None]:
+        compute: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> tuple[object, _Computed | None]:
         """Compute a layer, and record its forward pass now and its backward pass later; None: it
         cannot be replayed."""
         references = [storage_references(one.untyped_storage()) for one in tensors]
         recorder: list[_Computed] = []
-        entered = list(_Entry.apply(self, parameters, recorder, *tensors))
+        entered: list[Tensor] = list(_Entry.apply(self, parameters, recorder, *tensors))
         entry = entered[0].grad_fn
         replaced = dict(zip(map(id, tensors), entered, strict=True))
-        args, kwargs = _replace(args, replaced), _replace(kwargs, replaced)
+        args = tuple(_replace(one, replaced) for one in args)
+        kwargs = {name: _replace(one, replaced) for name, one in kwargs.items()}
         forward = self._start()
         result = compute(*args, **kwargs)
         del entered, replaced, args, kwargs
@@ -192,11 +194,9 @@ class LayerReplay:
         if not isinstance(results, (list, tuple)) or len(results) != 1:
             return result, None
         (output,) = results
-        if (
-            type(output) is not FakeTensor
-            or not output.requires_grad
-            or not _is_closed(output.grad_fn, entry, parameters)
-        ):
+        if not isinstance(output, FakeTensor) or output.grad_fn is None:
+            return result, None
+        if not _is_closed(output.grad_fn, entry, parameters):
             return result, None
         created = self._end(forward, [output])
         if None in forward.results:
@@ -219,9 +219,9 @@ class LayerReplay:
         for result in results:
             memory = None if result is None else self.memory.allocation_of(result)
             made = None
-            if result is not None and memory in created and type(result) is FakeTensor:
-                make, mode = like_fake_tensor(result), getattr(result, "fake_mode")  # noqa: B009
-                made = functools.partial(make, mode=mode), memory
+            if memory is not None and memory in created and isinstance(result, FakeTensor):
+                make = functools.partial(like_fake_tensor(result), None, result.fake_mode)
+                made = make, memory
             one.results.append(made)
         return created
 
@@ -268,11 +268,11 @@ class LayerReplay:
 
     def _replayed(
         self, samples: _Samples, tensors: Sequence[Tensor], parameters: Sequence[Tensor]
-    ) -> Any:
+    ) -> object:
         self.replayed += 1
         keeps = samples.first.keeps
         held = [one if kept else None for one, kept in zip(tensors, keeps, strict=True)]
-        result = _Replayed.apply(self, samples, held, *tensors, *parameters)
+        result: Tensor = _Replayed.apply(self, samples, held, *tensors, *parameters)
         container = samples.first.container
         return container([result]) if container in (list, tuple) else result
 
@@ -311,10 +311,21 @@ class LayerReplay:
             tensor = None
             if made is not None:
                 make, allocation = made
-                tensor = make(None)
+                tensor = make()
                 self.memory.place(tensor, twins.pop(allocation))
             results.append(tensor)
         return results
+
+
+class _EntryContext(FunctionCtx):
+    replay: LayerReplay
+    of_layer: tuple[Sequence[Tensor], list[_Computed]]
+
+
+class _ReplayedContext(FunctionCtx):
+    replay: LayerReplay
+    of_layer: tuple[_Samples, Sequence[Tensor | None]]
+    twins: dict[Allocation, Allocation]
 
 
 class _Entry(torch.autograd.Function):
@@ -322,15 +333,19 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, replay: LayerReplay, parameters: Any, recorder: Any, *tensors: Tensor
-    ) -> Any:
+        ctx: _EntryContext,
+        replay: LayerReplay,
+        parameters: Sequence[Tensor],
+        recorder: list[_Computed],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.replay = replay
         ctx.of_layer = parameters, recorder
         ctx.set_materialize_grads(False)
         return tuple(one.view_as(one) for one in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: _EntryContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         parameters, recorder = ctx.of_layer
         for computed in recorder:
             ctx.replay.end_backward(computed, gradients, parameters)
@@ -341,14 +356,20 @@ class _Replayed(torch.autograd.Function):
     """A layer that is not computed."""
 
     @staticmethod
-    def forward(ctx: Any, replay: LayerReplay, samples: Any, held: Any, *_: Tensor) -> Any:
+    def forward(
+        ctx: _ReplayedContext,
+        replay: LayerReplay,
+        samples: _Samples,
+        held: Sequence[Tensor | None],
+        *_: Tensor,
+    ) -> Tensor:
         ctx.replay = replay
         ctx.of_layer = samples, held
         result, ctx.twins = replay.forward(samples)
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
+    def backward(ctx: _ReplayedContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         samples, held = ctx.of_layer
         del ctx.of_layer
         return None, None, None, *ctx.replay.backward(samples, ctx.twins, held, gradient)
@@ -358,28 +379,31 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (FakeTensor, nn.Parameter, Tensor)
 
 
-def _replace(value: Any, replaced: dict[int, Tensor]) -> Any:
+def _replace(value: object, replaced: dict[int, Tensor]) -> object:
     """Copy nested lists, tuples and dictionaries with other tensors."""
     if isinstance(value, Tensor):
         return replaced.get(id(value), value)
     if isinstance(value, dict):
         return {key: _replace(item, replaced) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_replace(item, replaced) for item in value)
+    if type(value) is list:
+        return [_replace(item, replaced) for item in value]
+    if type(value) is tuple:
+        return tuple(_replace(item, replaced) for item in value)
     return value
 
 
-def _is_closed(node: Any, entry: object, parameters: Sequence[Tensor]) -> bool:
+def _is_closed(node: Node, entry: object, parameters: Sequence[Tensor]) -> bool:
     """Return whether gradients flow from a node to the node `entry` and to parameters only."""
     leaves = set(map(id, parameters))
-    seen, waiting = {entry}, [node]
+    seen: set[object] = {entry}
+    waiting: list[Node | None] = [node]
     while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
+        one = waiting.pop()
+        if one is None or one in seen:
             continue
-        seen.add(node)
-        if not hasattr(node, "variable"):
-            waiting += [following for following, _ in node.next_functions]
-        elif id(node.variable) not in leaves:
+        seen.add(one)
+        if not hasattr(one, "variable"):
+            waiting += [following for following, _ in one.next_functions]
+        elif id(one.variable) not in leaves:
             return False
     return True

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from torchtitan.dry_run.memory_tracker import Allocation, MemoryTracker
 from torchtitan.dry_run.observer import tensors_in
@@ -44,7 +50,7 @@ class MicrobatchReplay:
     `after_backward` is called after each computed backward pass.
     """
 
-    schedule: Any
+    schedule: PipelineScheduleSingle | PipelineScheduleMulti
     memory: MemoryTracker
     work: WorkTracker
     after_backward: Callable[[], None]
@@ -58,16 +64,18 @@ class MicrobatchReplay:
         `Pipeline` declares shapes."""
         skip_shape_vote(self.schedule)
         for stage in pipeline_stages(self.schedule):
-            stage.forward_one_chunk = functools.partial(
-                self.forward, stage, stage.forward_one_chunk
-            )
-            stage.backward_one_chunk = functools.partial(
-                self.backward, stage, stage.backward_one_chunk
-            )
+            forward = functools.partial(self.forward, stage, stage.forward_one_chunk)
+            backward = functools.partial(self.backward, stage, stage.backward_one_chunk)
+            vars(stage).update(forward_one_chunk=forward, backward_one_chunk=backward)
 
     def forward(
-        self, stage: Any, compute: Callable[..., object], microbatch: int, *args: Any, **kwargs: Any
-    ) -> Any:
+        self,
+        stage: PipelineStage,
+        compute: Callable[..., object],
+        microbatch: int,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         """Replace `stage.forward_one_chunk`."""
         key = (stage.stage_index, "forward")
         if microbatch < 2 or not isinstance(self.schedule, _REPLAYED):
@@ -77,7 +85,11 @@ class MicrobatchReplay:
         return output
 
     def backward(
-        self, stage: Any, compute: Callable[..., object], microbatch: int, **kwargs: Any
+        self,
+        stage: PipelineStage,
+        compute: Callable[..., object],
+        microbatch: int,
+        **kwargs: object,
     ) -> None:
         """Replace `stage.backward_one_chunk`."""
         key = (stage.stage_index, "backward")
@@ -105,7 +117,7 @@ class MicrobatchReplay:
         )
         return result
 
-    def _replay(self, key: Hashable, microbatch: Hashable) -> object:
+    def _replay(self, key: Hashable, microbatch: Hashable) -> Any:
         sample = self.samples[key]
         self.work.work += sample.work
         self.memory.replay(

@@ -4,7 +4,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +25,9 @@ class Operation:
     """An operation that was called. Its tensors are plain or fake."""
 
     func: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    result: object
     inputs: list[Tensor] = field(init=False)
     new_tensors: list[Tensor] = field(init=False)
     """The results that are not in the memory of an argument."""
@@ -75,7 +74,7 @@ def observing(*observers: Observer) -> Iterator[None]:
     wrapper are reported as operations on its local tensors, including communication; operations
     that only infer a *global* shape are not reported."""
     mode = _Observation(observers)
-    wrappers: dict[tuple[type, str], Callable[..., Any]] = {
+    wrappers: dict[tuple[type, str], Callable[..., object]] = {
         (ShardingPropagator, "_propagate_tensor_meta_non_cached"): mode.paused(),
         (DecompShardingStrategy, "propagate_strategy"): mode.paused(),
         # FSDP resizes gathered weights this way, bypassing the dispatcher.
@@ -93,6 +92,10 @@ def observing(*observers: Observer) -> Iterator[None]:
 _is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
 
 
+def _is_float32(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype is torch.float32
+
+
 class _Observation(TorchDispatchMode):
     def __init__(self, observers: Sequence[Observer]) -> None:
         super().__init__()
@@ -103,9 +106,9 @@ class _Observation(TorchDispatchMode):
     def __torch_dispatch__(
         self,
         func: OpOverload,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             # Most calls of a step, by the autograd engine; the tensor itself answers.
@@ -113,9 +116,10 @@ class _Observation(TorchDispatchMode):
         if any(map(_is_wrapper, types)):
             return NotImplemented  # the wrapper unwraps itself first; this mode then sees its parts
         kwargs = kwargs or {}
-        if func.overloadpacket.__name__ == "_grouped_mm" and args[0].dtype is torch.float32:
+        if func.overloadpacket.__name__ == "_grouped_mm" and _is_float32(args[0]):
             # Without values, PyTorch knows only bfloat16.
-            result = func(*(x.bfloat16() for x in args[:2]), *args[2:], **kwargs).float()
+            tensors = (x.bfloat16() for x in args[:2] if isinstance(x, Tensor))
+            result = func(*tensors, *args[2:], **kwargs).float()
         else:
             result = self.results.call(func, args, kwargs)
         # `prim` operations only query a tensor's properties.
@@ -133,7 +137,9 @@ class _Observation(TorchDispatchMode):
         finally:
             self.looking_away = before
 
-    def observing_resize(self, method: Callable[..., object]) -> Callable[..., Any]:
+    def observing_resize(
+        self, method: Callable[[torch.UntypedStorage, int], object]
+    ) -> Callable[[torch.UntypedStorage, int], object]:
         def resize(storage: torch.UntypedStorage, n_bytes: int) -> object:
             for observer in self.observers:
                 observer.resized(storage, n_bytes)

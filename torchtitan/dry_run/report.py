@@ -90,7 +90,7 @@ class RankReport:
     work: Work = field(repr=False)
     """Kernels and messages of the step."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the numbers, without individual kernels."""
         values = dataclasses.asdict(dataclasses.replace(self, work=Work()))
         del values["work"]

@@ -2,11 +2,12 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan.dry_run.observer import Observer, Operation, tensors_in
 from torchtitan.tools.torch_private import (
@@ -115,7 +116,7 @@ class WorkTracker(Observer):
         # backward pass.
         return "recompute" if torch.is_grad_enabled() else "backward"
 
-    def _count_message(self, name: str, values: list[Any]) -> None:
+    def _count_message(self, name: str, values: Sequence[object]) -> None:
         kind = next(
             (kind for word, kind in _KIND_OF_WORD.items() if word in name.replace("_", "")), None
         )
@@ -162,7 +163,7 @@ def _is_causal(operation: Operation) -> bool:
     return bool(given.get("is_causal")) or any(mask is not None for mask in masks)
 
 
-def _group_in(values: list[Any]) -> dist.ProcessGroup:
+def _group_in(values: Sequence[object]) -> dist.ProcessGroup:
     """Find the process group among an operation's arguments: the object itself, or its name, the
     last string."""
     for value in values:
@@ -179,7 +180,8 @@ def _flops_of(operation: Operation) -> int:
     if operation.name.startswith(_ATTENTION):
         is_backward = "backward" in operation.name
         first = 1 if is_backward else 0  # after the gradient of the result
-        q_BHLD, k_BKMD, v_BKMD = operation.args[first : first + 3]
+        tensors = operation.args[first : first + 3]
+        q_BHLD, k_BKMD, v_BKMD = (x for x in tensors if isinstance(x, Tensor))
         samples, heads, length, width = q_BHLD.shape
         flops: int = 2 * samples * heads * length * k_BKMD.shape[2] * (width + v_BKMD.shape[3])
         return 2 * flops if is_backward else flops
@@ -193,4 +195,4 @@ def _formula_of(func: OpOverload) -> Callable[..., int] | None:
     None: it has none."""
     formulas, packet = flop_formulas(), func.overloadpacket
     outside = getattr(torch.ops.aten, packet.__name__.removesuffix("_"), None)
-    return formulas.get(packet) or formulas.get(outside)
+    return formulas.get(packet) or (None if outside is None else formulas.get(outside))

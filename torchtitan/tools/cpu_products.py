@@ -90,9 +90,9 @@ def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     # For other strides, oneDNN would use its reference code, a thousand times slower; of a bias, it
     # ignores them.
     weight = b.mT if b.is_contiguous() or b.mT.is_contiguous() else b.contiguous().mT
-    out: Tensor = onednn_linear()(
-        a, weight, None if bias is None else bias.contiguous(), "none", [], ""
-    )
+    linear = onednn_linear()
+    assert linear is not None, "see `replacements`"
+    out: Tensor = linear(a, weight, None if bias is None else bias.contiguous(), "none", [], "")
     return out
 
 

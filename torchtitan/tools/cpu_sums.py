@@ -8,7 +8,6 @@ that occurs 4,096 times in a micro-batch is off by 7 % and more
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +25,12 @@ def float32_sums() -> AbstractContextManager[None]:
     return _sums.block()
 
 
-def _replacing(name: str, sum_wide: Callable[..., Any]) -> Callable[..., Any]:
+def _replacing(name: str, sum_wide: Callable[..., object]) -> Callable[..., object]:
     """Return the operation `name` that computes 16-bit tensors by `sum_wide`, which gets
     PyTorch's operation, and others by PyTorch's."""
     original = cpu_kernel(name)
 
-    def operation(first: Tensor, *args: Any) -> Any:
+    def operation(first: Tensor, *args: object) -> object:
         if first.dtype in _HALVES:
             return sum_wide(original, first, *args)
         return original(first, *args)
@@ -40,11 +39,15 @@ def _replacing(name: str, sum_wide: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _embedding(
-    original: Callable[..., Tensor], gradient: Tensor, tokens: Tensor, n_rows: int, *args: Any
+    original: Callable[..., Tensor],
+    gradient: Tensor,
+    tokens: Tensor,
+    n_rows: int,
+    padding_index: int,
+    *rest: object,
 ) -> Tensor:
     """Return the gradient (V, D) of a table of V rows from that of its results (..., D), which
     `tokens` (...) chose. Only the chosen rows are in float32 at once."""
-    padding_index, *rest = args
     rows, places = tokens.unique(return_inverse=True)
     chosen = (rows == padding_index).nonzero()  # whose gradient is 0
     padding_place = int(chosen) if len(chosen) else -1
@@ -69,17 +72,26 @@ def _index_put(
     return table.copy_(sums)
 
 
-def _layer_norm(original: Callable[..., Any], gradient: Tensor, x: Tensor, *args: Any) -> Any:
+def _layer_norm(
+    original: Callable[..., tuple[Tensor | None, ...]],
+    gradient: Tensor,
+    x: Tensor,
+    shape: list[int],
+    mean: Tensor,
+    root: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    wanted: list[bool],
+) -> tuple[Tensor | None, ...]:
     """Return the gradients of the inputs, of the weight and of the bias, whose type may be float32;
     None for those that are not asked for."""
-    shape, mean, root, weight, bias, wanted = args
     wide = [None if one is None else one.float() for one in (mean, root, weight, bias)]
     found = original(gradient.float(), x.float(), shape, *wide, wanted)
     of = zip(found, (x, weight, bias), strict=True)
-    return tuple(None if one is None else one.to(leaf.dtype) for one, leaf in of)
+    return tuple(None if one is None or leaf is None else one.to(leaf.dtype) for one, leaf in of)
 
 
-_IN_FLOAT32: dict[str, Callable[..., Any]] = {
+_IN_FLOAT32: dict[str, Callable[..., object]] = {
     "embedding_dense_backward": _embedding,
     "_index_put_impl_": _index_put,
     "native_layer_norm_backward": _layer_norm,

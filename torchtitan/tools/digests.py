@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, os_errors_as
@@ -76,7 +76,18 @@ def check_digest(text: str) -> str:
     return text
 
 
-def file_status(path: Path) -> dict[str, Any]:
+class FileStatus(TypedDict):
+    """What `file_status` returns."""
+
+    path: str
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+def file_status(path: Path) -> FileStatus:
     """Return what changes whenever the content of a file changes, as JSON values, without reading
     the file: its path without links, its device, inode and size, and the times of its content and
     of its status in nanoseconds.
@@ -115,8 +126,8 @@ def file_version(path: Path) -> str:
         status = _settled_status(path, _RECENT_NS if is_coarse else _STEP_NS)
         if not _shows_every_write(status):
             return f"content {hash_file(path)}"
-    kept = ("inode", "size", "mtime_ns", "ctime_ns")  # hosts number their devices differently
-    return " ".join(f"{name} {status[name]}" for name in kept)
+    other = ("path", "device")  # hosts number their devices differently
+    return " ".join(f"{name} {value}" for name, value in status.items() if name not in other)
 
 
 def remembered(root: Path, what: str, files: Sequence[Path], compute: Callable[[], str]) -> str:
@@ -157,7 +168,7 @@ def remembered(root: Path, what: str, files: Sequence[Path], compute: Callable[[
     return result
 
 
-def _entry(root: Path, what: str, statuses: Sequence[dict[str, object]]) -> Path:
+def _entry(root: Path, what: str, statuses: Sequence[FileStatus]) -> Path:
     return root / "digests" / digest_of([what, statuses])
 
 
@@ -207,7 +218,7 @@ def _alone(entry: Path, n_bytes: int) -> Iterator[bool]:
         yield True
 
 
-def _settled_status(path: Path, age: int) -> dict[str, Any]:
+def _settled_status(path: Path, age: int) -> FileStatus:
     """Return the status of a file, once the file is older than `age` in nanoseconds."""
     status = file_status(path)
     if time.time_ns() - status["ctime_ns"] < _WRITTEN_BACK_NS:
@@ -222,11 +233,11 @@ def _settled_status(path: Path, age: int) -> dict[str, Any]:
     return status
 
 
-def _newest_time(status: dict[str, Any]) -> int:
+def _newest_time(status: FileStatus) -> int:
     return max(status["mtime_ns"], status["ctime_ns"])
 
 
-def _shows_every_write(status: dict[str, object]) -> bool:
+def _shows_every_write(status: FileStatus) -> bool:
     return _kind_of_device(status["device"]) not in _WITHOUT_TIMES_OF_MAPS
 
 

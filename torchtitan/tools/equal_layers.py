@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -91,5 +91,5 @@ def _is_value(value: object) -> "TypeIs[DataclassInstance]":
     """Return whether a dataclass has no attributes besides its fields."""
     if not is_dataclass(value) or isinstance(value, type):
         return False
-    parameters: Any = vars(type(value)).get("__dataclass_params__")
-    return (parameters is not None and parameters.frozen) or not hasattr(value, "__dict__")
+    is_frozen = getattr(vars(type(value)).get("__dataclass_params__"), "frozen", False)
+    return is_frozen or not hasattr(value, "__dict__")

@@ -160,7 +160,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def parse_json(text: str | bytes, name: str) -> Any:
+def parse_json(text: str | bytes, name: str) -> object:
     """Return the value of an untrusted JSON text (bytes are UTF-8), called `name` in messages.
     Raise `UserError` if it is not JSON, or is nested too deeply to process."""
     try:

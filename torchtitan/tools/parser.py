@@ -4,7 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torchtitan.tools.errors import suggest
 from torchtitan.tools.logging import presentable
@@ -46,11 +46,13 @@ _NOTHING = {
 class Parser(argparse.ArgumentParser):
     """Parser that reports a mistake in one line, without the usage, and exits with code 2."""
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: object = None) -> Any:  # type: ignore[override]
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: None = None
+    ) -> argparse.Namespace:
         """Parse all arguments; name the option nearest to an unknown one."""
         words = sys.argv[1:] if args is None else args
         self._answer_other_names(words)
-        options, others = self.parse_known_args(words, namespace)
+        options, others = self.parse_known_args(words)
         if others:
             known = re.findall(r"--[\w-]+", self.format_usage())
             self.error(

@@ -4,7 +4,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torchtitan.tools.logging import logger, presentable
 
@@ -37,13 +36,14 @@ def progress(title: str, total: int, done: int = 0) -> Iterator[Callable[..., No
         TaskProgressColumn(),
         "ETA",
     )
-    options: dict[str, Any] = {
-        "auto_refresh": False,
-        "transient": True,
-        "redirect_stdout": sys.stdout.isatty(),
-    }
     with Progress(
-        *columns, TimeRemainingColumn(), console=console, disable=not has_bar, **options
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+        disable=not has_bar,
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),
     ) as bar:
         console.show_cursor(True)  # a killed process could not show it again
         task = bar.add_task(presentable(title), total=total, completed=done)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import overload
 
 HIDDEN = "***"
 """Takes the place of a credential."""
@@ -110,7 +110,15 @@ def _without_signature(found: re.Match[str]) -> str:
     return address if HIDDEN in query else found[0]
 
 
-def redacted(value: object) -> Any:
+@overload
+def redacted(value: Mapping[str, object]) -> dict[str, object]: ...
+
+
+@overload
+def redacted(value: object) -> object: ...
+
+
+def redacted(value: object) -> object:
     """Return JSON-ready values with `***` for credentials, also in keys. Keys such as `secret` or
     `api_key` name them too."""
     if isinstance(value, Mapping):
@@ -120,7 +128,7 @@ def redacted(value: object) -> Any:
     return redact(value) if isinstance(value, str) else value
 
 
-def _name(key: object) -> Any:
+def _name(key: object) -> object:
     return redact(key) if isinstance(key, str) else key
 
 

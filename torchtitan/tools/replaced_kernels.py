@@ -4,7 +4,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ class ReplacedKernels:
         choose: called when the first block is entered; returns name → implementation.
     """
 
-    def __init__(self, choose: Callable[[], Mapping[str, Callable[..., Any]]]):
+    def __init__(self, choose: Callable[[], Mapping[str, Callable[..., object]]]):
         self._choose = choose
         # one for all blocks that the process is in; with it, its operations end
         self._libraries: list[torch.library.Library] = []

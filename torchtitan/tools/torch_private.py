@@ -7,7 +7,8 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.sharded import is_dtensor
@@ -18,7 +19,19 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from torch import Tensor, nn
+    from torch._ops import HigherOrderOperator, OpOverloadPacket
+    from torch._ops import OpOverload as OpOverload
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
     from torch.distributed.tensor import DTensor
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+    _Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+    _KeywordArguments = list[dict[str, object]]
 
 _SOURCES = {
     # PyTorch documents these only in private modules.
@@ -59,6 +72,8 @@ _SOURCES = {
     # types nowhere else.
     "ShardPlacementResult": "torch.distributed.fsdp._fully_shard._fsdp_common",
     "fsdp_mesh_info": "torch.distributed.fsdp._fully_shard._fsdp_init:_get_mesh_info",
+    # FSDP's record of a parameter.
+    "FSDPParam": "torch.distributed.fsdp._fully_shard._fsdp_param",
     # `DeviceMesh` has no public way to register flattened dimensions as one, to split one, or to
     # join parts of a mesh.
     "flatten_mesh": "torch.distributed.device_mesh:DeviceMesh._flatten",
@@ -125,13 +140,13 @@ def __getattr__(name: str) -> Any:
     )
 
 
-def compiler_statistics() -> Any:
+def compiler_statistics() -> ModuleType | None:
     """Return torch.compile's counters, which `torch.compiler` lacks, or None before compilation (a
     slow import)."""
     return sys.modules.get("torch._dynamo.utils")
 
 
-def flop_formulas() -> dict[Any, Any]:
+def flop_formulas() -> "dict[OpOverloadPacket, Callable[..., int]]":
     """Return operation → function of its arguments that counts floating-point operations, as in
     `FlopCounterMode`, but also of `torch.nn.functional.grouped_mm`: products of groups of rows (N,
     K) with a matrix each (E, K, M), or of groups of columns (K, N) with groups of rows (N, M), as
@@ -146,36 +161,40 @@ def flop_formulas() -> dict[Any, Any]:
     return flop_registry
 
 
-def converting_operation() -> Any:
+def converting_operation() -> "OpOverload":
     """Return the operation of `Tensor.to` that copies."""
     import torch
 
-    return torch.ops.aten._to_copy.default
+    operation: OpOverload = torch.ops.aten._to_copy.default
+    return operation
 
 
-def cpu_attention_operation() -> Any:
+def cpu_attention_operation() -> "OpOverload":
     """Return the operation of `scaled_dot_product_attention` on the CPU."""
     import torch
 
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    operation: OpOverload = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    return operation
 
 
-def reading_operation() -> Any:
+def reading_operation() -> "OpOverload":
     """Return the operation that reads a value of a tensor, such as `Tensor.item`."""
     import torch
 
-    return torch.ops.aten._local_scalar_dense.default
+    operation: OpOverload = torch.ops.aten._local_scalar_dense.default
+    return operation
 
 
-def fused_attention() -> Any:
+def fused_attention() -> "OpOverloadPacket":
     """Return the operation of attention that keeps no weights, for queries, keys and values with
     the same number of heads, with `attn_mask`. Its first result is attention's output."""
     import torch
 
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    operation: OpOverloadPacket = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return operation
 
 
-def product_operations() -> list[Any]:
+def product_operations() -> "list[OpOverload]":
     """Return the operations of a linear layer, as the operators that a checkpointing policy sees:
     without bias, with bias, on MPS, and in float8."""
     import torch
@@ -184,7 +203,7 @@ def product_operations() -> list[Any]:
     return [aten.mm.default, aten.addmm.default, aten.linear.default, aten._scaled_mm.default]
 
 
-def onednn_linear() -> Any:
+def onednn_linear() -> "OpOverload | None":
     """Return the operation of a linear layer by oneDNN, without gradients, with the arguments
     input, weight, bias, and "none", [], "" (nothing follows); None if PyTorch is built without
     oneDNN. `F.linear` calls it for bfloat16 only."""
@@ -205,7 +224,7 @@ def cpu_kernel(name: str) -> Callable[..., Any]:
     return functools.partial(kernel.call_boxed, keys)
 
 
-def attention_operations() -> list[Any]:
+def attention_operations() -> "list[OpOverload | HigherOrderOperator]":
     """Return the attention operations, as the operators that a checkpointing policy sees."""
     import torch
     import torch.nn.attention.varlen  # registers an operator
@@ -279,7 +298,7 @@ def choose_compiled_code_by_age() -> None:
     torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
 
 
-def communication_operations() -> list[Any]:
+def communication_operations() -> "list[OpOverload]":
     """Return the collectives that leave each rank with a part, as the operators that a
     checkpointing policy sees."""
     import torch
@@ -342,14 +361,17 @@ def dtensor_like(local: "Tensor", like: "DTensor") -> "DTensor":
     return DTensor(local, like._spec, requires_grad=False)
 
 
-def active_fake_mode() -> Any:
+def active_fake_mode() -> "FakeTensorMode | None":
     """Return the active `FakeTensorMode`, or None."""
     import torch
 
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    mode: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return mode
 
 
-def like_fake_tensor(example: Any) -> "Callable[..., Any]":
+def like_fake_tensor(
+    example: "FakeTensor",
+) -> "Callable[[torch.UntypedStorage | None, FakeTensorMode | None], FakeTensor]":
     """Return a function that makes fake tensors of the size, type and place of `example`, which an
     operation has returned, in new memory (None) or in that of another tensor, for a
     `FakeTensorMode`. FakeTensor's own constructor takes a tenth of the time of a dry run."""
@@ -361,7 +383,7 @@ def like_fake_tensor(example: Any) -> "Callable[..., Any]":
     dtype, device = example.dtype, example.fake_device
     attributes = {name: value for name, value in vars(example).items() if name != "fake_mode"}
 
-    def make(storage: "torch.UntypedStorage | None", mode: Any) -> Any:
+    def make(storage: "torch.UntypedStorage | None", mode: "FakeTensorMode | None") -> "FakeTensor":
         with torch._C._DisableTorchDispatch():
             if storage is None:
                 meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
@@ -396,7 +418,9 @@ def offset_in_file(storage: "torch.UntypedStorage") -> int | None:
     return getattr(storage, "_checkpoint_offset", None)
 
 
-def written_arguments(func: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> list[Any]:
+def written_arguments(
+    func: "OpOverload", args: tuple[object, ...], kwargs: dict[str, object]
+) -> list[object]:
     """Return the arguments that an operation writes, by its schema; none if it returns only new
     tensors or views."""
     names, written = _arguments_of(func)
@@ -407,7 +431,7 @@ def written_arguments(func: Any, args: tuple[object, ...], kwargs: dict[str, Any
 
 
 @functools.cache
-def _arguments_of(func: Any) -> tuple[list[str], list[str]]:
+def _arguments_of(func: "OpOverload") -> tuple[list[str], list[str]]:
     """Return the names of an operation's arguments, and of those that it writes."""
     arguments = func._schema.arguments
     written = [
@@ -424,7 +448,7 @@ def multiply_all(tensors: "list[torch.Tensor]", factor: "torch.Tensor") -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def is_process_group(value: object) -> bool:
+def is_process_group(value: object) -> "TypeGuard[torch.ScriptObject]":
     """Return whether an operation's argument is a process group, boxed for TorchScript without a
     public class."""
     import torch
@@ -432,7 +456,7 @@ def is_process_group(value: object) -> bool:
     return isinstance(value, torch.ScriptObject) and str(value._type()).endswith(".ProcessGroup")
 
 
-def fsdp_parameters(modules: Iterable["nn.Module"]) -> Iterator[Any]:
+def fsdp_parameters(modules: Iterable["nn.Module"]) -> "Iterator[FSDPParam]":
     """Yield FSDP's record of each parameter that it shards or replicates, which also shows gathered
     weights."""
     from torch.distributed.fsdp import FSDPModule
@@ -474,61 +498,69 @@ def cutting_own_shards() -> Iterator[None]:
         _fsdp_param._chunk_with_empty = original
 
 
-def gathered_weights(record: object) -> list["Tensor"]:
+def gathered_weights(record: "FSDPParam") -> list["Tensor"]:
     """Return the whole weight of an `fsdp_parameters` record, after it was first gathered; FSDP
     hides it."""
     return [record._unsharded_param] if hasattr(record, "_unsharded_param") else []
 
 
-def n_shards(record: Any) -> int:
+def n_shards(record: "FSDPParam") -> int:
     """Return the number of ranks that FSDP gathers the parameter of an `fsdp_parameters` record
     from."""
     return getattr(record.mesh_info, "shard_mesh_size", 1)
 
 
-def owner_of(record: Any) -> "nn.Module":
+def owner_of(record: "FSDPParam") -> "nn.Module":
     """Return the module with the parameter of an `fsdp_parameters` record."""
-    owner: nn.Module = record._module_info.module
-    return owner
+    return record._module_info.module
 
 
-def extend_gather(record: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+def extend_gather(
+    record: "FSDPParam", before: Callable[..., object], after: Callable[..., object]
+) -> None:
     """Let FSDP gather what `before` returns for the shard of an `fsdp_parameters` record, and use
     what `after` makes of it. The public way is a class of shards with these methods, which
     optimizers and checkpoints would meet too."""
+    assert is_dtensor(record.sharded_param)
     shard = record.sharded_param._local_tensor
-    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
+    vars(shard).update(fsdp_pre_all_gather=before, fsdp_post_all_gather=after)
     record._init_extensions()
 
 
-def pipeline_stages(schedule: Any) -> list[Any]:
+def pipeline_stages(schedule: "_Schedule") -> "list[PipelineStage]":
     """Return this rank's stages of a pipeline schedule, which has no public list of them."""
-    return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+    one_or_several = vars(schedule)
+    stages: list[PipelineStage] = one_or_several.get("_stages") or [one_or_several["_stage"]]
+    return stages
 
 
-def adjust_microbatches(schedule: Any, adjust: Callable[[list[dict[str, Any]]], None]) -> None:
+def adjust_microbatches(
+    schedule: "_Schedule", adjust: "Callable[[_KeywordArguments], None]"
+) -> None:
     """Call `adjust` with the keyword arguments of each micro-batch of a schedule, after PyTorch has
     divided them."""
     split = schedule._split_inputs
 
-    def split_and_adjust(args: object, kwargs: object) -> Any:
+    def split_and_adjust(
+        args: tuple[object, ...], kwargs: dict[str, object] | None
+    ) -> "tuple[list[tuple[object, ...]], _KeywordArguments]":
         parts, keyword_parts = split(args, kwargs)
         adjust(keyword_parts)
         return parts, keyword_parts
 
-    schedule._split_inputs = split_and_adjust
+    vars(schedule)["_split_inputs"] = split_and_adjust
 
 
-def skip_shape_vote(schedule: Any) -> None:
+def skip_shape_vote(schedule: "_Schedule") -> None:
     """Make a schedule's stages accept their declared shapes without a vote of all ranks; no public
     switch exists."""
     from torch.distributed.pipelining.stage import InferenceMode
 
-    def skip(stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+    def skip(stages: "list[PipelineStage]", has_backward: bool, p2p_done: bool) -> None:
         for stage in stages:
             stage._inference_mode = InferenceMode.STATIC
 
-    schedule._warmup_p2p = skip
+    vars(schedule)["_warmup_p2p"] = skip
 
 
 def parameter_entries(module: "nn.Module") -> dict[str, Any]:
@@ -537,7 +569,7 @@ def parameter_entries(module: "nn.Module") -> dict[str, Any]:
     return module._parameters
 
 
-def forward_hooks(module: "nn.Module | None") -> list[Any]:
+def forward_hooks(module: "nn.Module | None") -> list[Callable[..., object]]:
     """Return the functions called before and after a module's `forward`, with None of every
     module; the public interface can only add them."""
     import torch.nn.modules.module as of_all
@@ -547,7 +579,7 @@ def forward_hooks(module: "nn.Module | None") -> list[Any]:
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
-def end_loader_workers(iterator: Any) -> None:
+def end_loader_workers(iterator: "_MultiProcessingDataLoaderIter") -> None:
     """End the worker processes of a `DataLoader`'s iterator, which has no `close`."""
     iterator._shutdown_workers()
     for process in iterator._workers:

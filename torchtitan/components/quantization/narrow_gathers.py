@@ -15,7 +15,7 @@ multiply too.
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,9 @@ from torchtitan.components.quantization.block_formats import (
 from torchtitan.components.quantization.narrow_products import NarrowLinear, NVFP4Weight
 from torchtitan.distributed.initialize import canonical_name, local_part, sharded_dims
 from torchtitan.tools.errors import UserError
+from torchtitan.tools.sharded import is_dtensor
 from torchtitan.tools.torch_private import (
+    FSDPParam,
     extend_gather,
     fsdp_parameters,
     keep_write_count,
@@ -44,6 +46,7 @@ from torchtitan.tools.torch_private import (
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.tensor import DTensor
 
 _MANTISSA_BITS = 5
 """Of a number rounded to odd, after its first 1: two more than E4M3 has."""
@@ -78,7 +81,7 @@ class NVFP4Gathers:
     """
 
     def __init__(self, model_parts: Iterable[nn.Module], option: str):
-        self._weights: list[tuple[Tensor, Tensor]] = []
+        self._weights: list[tuple[DTensor, Tensor]] = []
         name = f"{option}.fsdp_nvfp4_all_gather"
         for record, layer in _gathered_layers(model_parts, name, NVFP4_BLOCK):
             shard = local_part(layer.weight)
@@ -86,7 +89,7 @@ class NVFP4Gathers:
             scale = torch.zeros_like(peak)
             before = partial(_pack_nvfp4_shard, shard, peak, scale)
             extend_gather(record, before, partial(_receive_nvfp4, scale))
-            self._weights.append((layer.weight, peak))
+            self._weights.append((_of_ranks(layer), peak))
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -95,7 +98,7 @@ class NVFP4Gathers:
         if not self._weights:
             return
         peaks = torch.stack([largest_of(local_part(weight)) for weight, _ in self._weights])
-        weight: Any = self._weights[0][0]
+        weight = self._weights[0][0]
         for dim in range(weight.device_mesh.ndim):
             group = weight.device_mesh.get_group(dim)
             dist.all_reduce(peaks, dist.ReduceOp.MAX, group)
@@ -105,7 +108,7 @@ class NVFP4Gathers:
 
 def _gathered_layers(
     model_parts: Iterable[nn.Module], option: str, block: int
-) -> Iterator[tuple[object, NarrowLinear]]:
+) -> Iterator[tuple[FSDPParam, NarrowLinear]]:
     """Yield the narrow linear layers whose weights FSDP divides, each after FSDP's record of it."""
     parts = list(model_parts)
     names = {
@@ -118,11 +121,18 @@ def _gathered_layers(
             and isinstance(layer, NarrowLinear)
             and record.sharded_param is layer.weight
         ):
-            _check_shards(names[layer], layer.weight, option, block)
+            _check_shards(names[layer], _of_ranks(layer), option, block)
             yield record, layer
 
 
-def _check_shards(name: str, weight: Any, option: str, block: int) -> None:
+def _of_ranks(layer: NarrowLinear) -> "DTensor":
+    """Return the weight of a layer that FSDP divides."""
+    weight = layer.weight
+    assert is_dtensor(weight)
+    return weight
+
+
+def _check_shards(name: str, weight: "DTensor", option: str, block: int) -> None:
     ranks = 1
     for size, dim in zip(weight.device_mesh.shape, sharded_dims(weight), strict=True):
         ranks *= size if dim == 0 else 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.components.tokenizer.interface import Offsets
 from torchtitan.components.tokenizer.probes import probe_texts
@@ -225,7 +225,7 @@ def read_tekken(path: Path) -> RankFile:
     """Read Mistral's tekken.json: the ids of special tokens come first, then the ids of ranks.
     Raise `UserError` for other content."""
     content = read_regular(path)
-    document = parse_json(content, f"'{path}'")
+    document: Any = parse_json(content, f"'{path}'")
     try:
         config, vocab = document["config"], document["vocab"]
         n_special = int(config["default_num_special_tokens"])
