@@ -273,6 +273,11 @@ async def whole(prompts, completions, rows):
     return [len(text) / max(map(len, completions)) for text in completions]
 def too_few(prompts, completions, rows):
     return [1.0]
+class Later:
+    def __await__(self):
+        yield
+def later(prompt, completion, row):
+    return Later()
 """
 
 
@@ -293,7 +298,7 @@ def test_rewards_of_several_kinds(tmp_path):
     assert [rating.value for rating in batch] == pytest.approx([1.0, 1 / 3])
     assert asyncio.run(Rewards(names[1:2], []).rate("", "", {})).value is None
     assert Rewards([], []).rated_now("", "", {}).value == 0.0
-    for name in (names[0], names[2]):
+    for name in (names[0], names[2], f"{file}:later"):
         with pytest.raises(UserError, match=r"await engine\.rate"):
             Rewards([name], []).rated_now("", "", {})
     with pytest.raises(UserError, match="a value for each of 2 completions"):

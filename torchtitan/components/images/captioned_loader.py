@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ class CaptionedImageDataLoader(PlacedLoader):
         """Type of the encoders, and of their results in the cache."""
 
         @builds(lambda: CaptionedImageDataLoader)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the loader of one data-parallel rank."""
 
         def validate(self) -> None:
@@ -144,7 +144,7 @@ class CaptionedImageDataLoader(PlacedLoader):
             root = cache_root(self.cache_dir)
             return digest_of(self.folder.identity(lambda path: file_digest(root, path)))
 
-        def identity(self) -> dict[str, Any]:
+        def identity(self) -> dict[str, object]:
             """Return the loader's class, and the datasets' content, format and encoders."""
             encoders = {"dataloader.encoders": self.encoder_identity()}
             return PlacedLoader.Config.identity(self) | encoders
@@ -179,7 +179,7 @@ class CaptionedImageDataLoader(PlacedLoader):
         seed: int = 0,
         epochs: int | None = None,
         global_batch_size: int | None = None,
-        **unused: Any,
+        **unused: object,
     ):
         sources = list(map(config.source, config.dataset))
         sets = config.open(sources)

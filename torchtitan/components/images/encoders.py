@@ -4,7 +4,7 @@ an autoencoder."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,11 @@ from torchtitan.tools.device import device_type
 from torchtitan.tools.errors import UserError, in_words, summarize_names
 from torchtitan.tools.files import read_object
 from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 TEXT = "text"
 """Name of T5's states in a batch."""
@@ -71,22 +76,24 @@ class EncoderFolder:
         """Width of CLIP's pooled text."""
         return int(self._value("text_encoder", "hidden_size", int))
 
-    def _value(self, part: str, key: str, kind: type) -> Any:
+    def _value(self, part: str, key: str, kind: type[T]) -> T:
         """Return a value of an encoder's config.json. Raise `UserError` if it is missing, or not of
         its kind."""
         file = self.path / part / _CONFIG
         if (value := read_object(file).get(key)) is None:
             raise UserError(f"--dataloader.encoders: {file} has no {key}; download the folder")
-        if type(value) is not kind or not value:
+        if not isinstance(value, kind) or isinstance(value, bool) or not value:
             raise UserError(
                 f"--dataloader.encoders: {file} has the {key} {value!r:.60}; download the folder"
             )
         return value
 
-    def opened(self, part: str, kind: Any, **options: Any) -> Any:
+    def opened(self, part: str, kind: Any, **options: object) -> Any:
         """Return the model in a part of the folder, on this process's device. Raise `UserError` if
         its files cannot be read, or lack weights, which the class would draw at random."""
-        model, found = self._from_pretrained(part, kind, output_loading_info=True, **options)
+        model, found = self._from_pretrained(
+            part, kind.from_pretrained, output_loading_info=True, **options
+        )
         if missing := sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]])):
             raise UserError(
                 f"--dataloader.encoders: {self.path / part} lacks weights of {kind.__name__}: "
@@ -94,16 +101,19 @@ class EncoderFolder:
             )
         return model.to(device_type()).eval()
 
-    def tokenizer(self, part: str) -> Any:
+    def tokenizer(self, part: str) -> "PreTrainedTokenizerBase":
         """Return a tokenizer of the folder. Raise `UserError` if its files cannot be read, or need
         code."""
         from transformers import AutoTokenizer
 
-        return self._from_pretrained(part, AutoTokenizer, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = self._from_pretrained(
+            part, AutoTokenizer.from_pretrained, trust_remote_code=False
+        )
+        return tokenizer
 
-    def _from_pretrained(self, part: str, kind: Any, **options: Any) -> Any:
+    def _from_pretrained(self, part: str, read: Callable[..., T], **options: object) -> T:
         try:
-            return kind.from_pretrained(self.path / part, local_files_only=True, **options)
+            return read(self.path / part, local_files_only=True, **options)
         except Exception as error:  # damaged files raise various types
             raise UserError(
                 f"--dataloader.encoders: {self.path / part} cannot be opened: {in_words(error)}"
@@ -165,10 +175,8 @@ class Encoders:
                 "or EXTRA=diffusion ./run_train.sh)"
             ) from error
         self._folder = folder
-        kinds: Any = {"text_encoder": CLIPTextModel, "text_encoder_2": T5EncoderModel}
-        self._clip, self._t5 = (
-            folder.opened(name, kind, dtype=folder.dtype) for name, kind in kinds.items()
-        )
+        self._clip = folder.opened("text_encoder", CLIPTextModel, dtype=folder.dtype)
+        self._t5 = folder.opened("text_encoder_2", T5EncoderModel, dtype=folder.dtype)
         self._clip_tokenizer, self._t5_tokenizer = (
             folder.tokenizer(name) for name in ("tokenizer", "tokenizer_2")
         )
@@ -217,7 +225,7 @@ class Encoders:
         self._n_cut = 0
 
     @staticmethod
-    def _ids(tokenizer: Any, captions: Sequence[str], length: int) -> Tensor:
+    def _ids(tokenizer: "PreTrainedTokenizerBase", captions: Sequence[str], length: int) -> Tensor:
         encoded = tokenizer(
             list(captions),
             padding="max_length",

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -174,7 +175,7 @@ def _bombs_as_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _reasons(pillow: Any) -> Iterator[None]:
+def _reasons(pillow: ModuleType) -> Iterator[None]:
     """Turn errors of Pillow into `BrokenSample`."""
     from PIL import UnidentifiedImageError
 
@@ -225,7 +226,7 @@ def _upper_bits(image: "Image.Image") -> "Image.Image":
     return _pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
 
 
-def _pillow() -> Any:
+def _pillow() -> ModuleType:
     try:
         from PIL import Image
     except ImportError as error:

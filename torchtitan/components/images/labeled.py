@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,13 @@ from torchtitan.components.data.disk_cache import map_array, open_or_build
 from torchtitan.components.data.finetuning.conversation import BrokenSample
 from torchtitan.components.data.sources.paths import searched_folder
 from torchtitan.components.data.sources.rows import Document, OnRead, Part, Row
-from torchtitan.components.data.sources.source import Catalog, Source, StreamSource, resolve_source
+from torchtitan.components.data.sources.source import (
+    Catalog,
+    HubDataset,
+    Source,
+    StreamSource,
+    resolve_source,
+)
 from torchtitan.components.data.sources.webdataset import IMAGES, LABEL
 from torchtitan.components.images.named_images import WithNamedImages
 from torchtitan.components.images.pixel_rows import PixelRows
@@ -25,7 +30,7 @@ from torchtitan.tools.errors import UserError
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".ppm")
 
 _VERSION = 1
-_NO_CATALOG: Catalog[Any] = Catalog("image dataset", {}, {})
+_NO_CATALOG: Catalog[HubDataset] = Catalog("image dataset", {}, {})
 _PIXELS = "pixels.u8"
 _LABELS = "labels.i64"
 _DESCRIPTION = "images.json"

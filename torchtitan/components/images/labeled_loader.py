@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +48,7 @@ class LabeledImageDataLoader(PlacedLoader):
         sorted."""
 
         @builds(lambda: LabeledImageDataLoader)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the loader of one data-parallel rank."""
 
         def validate(self) -> None:
@@ -118,7 +117,7 @@ class LabeledImageDataLoader(PlacedLoader):
         dp_world_size: int = 1,
         seed: int = 0,
         epochs: int | None = None,
-        **unused: Any,
+        **unused: object,
     ):
         self.sets = config.open()
         self.classes = self.sets[0].classes

@@ -5,7 +5,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -13,11 +13,15 @@ from torch.utils.data import Dataset
 
 from torchtitan.components.data.base import NO_DOCUMENT, BaseDataLoader, Batch, can_resume_position
 from torchtitan.components.data.disk_cache import data_digest
+from torchtitan.components.data.plan.sampler import State
 from torchtitan.components.data.sources.source import Source
 from torchtitan.components.data.workers import Workers
 from torchtitan.config.code import CacheFolder
 from torchtitan.tools.digests import digest_of
 from torchtitan.tools.errors import UserError, require
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Sample = Mapping[str, np.ndarray]
 
@@ -80,14 +84,14 @@ class PlacedLoader(BaseDataLoader):
 
         @property
         @abstractmethod
-        def format(self) -> Any:
+        def format(self) -> "DataclassInstance":
             """Dataclass of what decoding depends on."""
 
         @abstractmethod
         def source(self, dataset: str) -> Source:
             """Return the rows of a dataset. Raise `UserError` if there is no such dataset."""
 
-        def identity(self) -> dict[str, Any]:
+        def identity(self) -> dict[str, object]:
             """Return the loader's class, and the datasets' content and format."""
             digests = [
                 data_digest(self.source, self.cache_dir, dataset) for dataset in self.dataset
@@ -151,7 +155,7 @@ class PlacedLoader(BaseDataLoader):
         n_batches = -(-(self.n_samples - self._place) // stride)
         return range(first, first + n_batches * stride, stride)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {
             "dataset": self.config.dataset,
             "data": self._fingerprint,
@@ -159,7 +163,7 @@ class PlacedLoader(BaseDataLoader):
             "seed": self._seed,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore a saved position. Ignore it with a warning if data or shuffling differ."""
         self.close()
         if can_resume_position(state, self._fingerprint, " ".join(self.config.dataset)):
@@ -190,7 +194,7 @@ class _Batches(Dataset[Batch]):
         samples = [self._sample(first + k) for k in range(self.batch_size)]
         return {name: torch.from_numpy(np.stack([s[name] for s in samples])) for name in samples[0]}
 
-    def _sample(self, place: int) -> dict[str, Any]:
+    def _sample(self, place: int) -> dict[str, np.ndarray | np.float32]:
         is_after_end = self.n_places is not None and place >= self.n_places
         number, values = self.image_at(0 if is_after_end else place)
         is_padding = is_after_end or number is None

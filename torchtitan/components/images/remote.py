@@ -12,7 +12,6 @@ import urllib.request
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from torchtitan.components.data.finetuning.conversation import BrokenSample
 from torchtitan.tools import durable
@@ -153,7 +152,7 @@ class _Passing(Exception):
     """Failure that another attempt may not meet."""
 
 
-def _read(response: Any, deadline: _Deadline) -> bytes:
+def _read(response: http.client.HTTPResponse, deadline: _Deadline) -> bytes:
     """Return the body of an answer. `read` returns less than announced without an error if the
     connection ends early."""
     announced = response.headers.get("Content-Length")

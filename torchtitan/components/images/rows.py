@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torchtitan.components.data.finetuning.columns import IMAGE_COLUMNS, is_filled, renamed_row
 from torchtitan.components.data.finetuning.conversation import (
@@ -124,14 +123,14 @@ def remote_images(cache_dir: str) -> RemoteImages:
 class _Images:
     """References to the images of a row."""
 
-    of_parts: list[Any] = field(default_factory=list)
+    of_parts: list[object] = field(default_factory=list)
     """Image of each part of the row's messages, by number; None if a column has it."""
     indices: dict[int, int] = field(default_factory=dict)
     """Index in the column, from 0, by the number of a part that states it."""
-    of_column: list[Any] = field(default_factory=list)
+    of_column: list[object] = field(default_factory=list)
     named: list[str] = field(default_factory=list)
     """Names of the column's images that parts hold themselves."""
-    row: Mapping[str, Any] = field(default_factory=dict)
+    row: Mapping[str, object] = field(default_factory=dict)
     """The row itself."""
 
     def marked_part(self, part: Mapping[str, object]) -> dict[str, object]:
@@ -186,7 +185,7 @@ def _convert(format: RowFormat, opener: ImageOpener, row: Mapping[str, object]) 
         function = format.function
 
         @functools.wraps(function)
-        def marking(row: dict[str, Any]) -> Any:
+        def marking(row: dict[str, object]) -> Mapping[str, object] | None:
             result = function(row)
             if not isinstance(result, Mapping):
                 return result
@@ -205,7 +204,7 @@ def _convert(format: RowFormat, opener: ImageOpener, row: Mapping[str, object]) 
         conversation = sample.prompt
     if isinstance(sample, Prompt):
         conversation = sample.prompt
-        sample.row = renamed_row(_without_bytes(images.row), format.mapping)
+        sample.row = renamed_row(_object_without_bytes(images.row), format.mapping)
     if not isinstance(conversation, Conversation):
         raise BrokenSample(
             "it has images, which are trained in conversations, texts, pairs and prompts only; "
@@ -239,26 +238,28 @@ def _check_answers(pair: Pair) -> None:
 _CONTENT_KEYS = ("bytes", "data")
 
 
-def _without_bytes(value: object) -> Any:
+def _without_bytes(value: object) -> object:
     """Return a value in which images in the form of `datasets`, without content, replace bytes."""
     if isinstance(value, bytes):
         return {"bytes": None, "path": None}
     if isinstance(value, list):
         return [_without_bytes(one) for one in value]
-    if isinstance(value, Mapping):
-        is_part = "type" in value  # without content, it would be a place of a column's image
-        return {
-            key: None
-            if isinstance(one, bytes) and key in _CONTENT_KEYS and not is_part
-            else _without_bytes(one)
-            for key, one in value.items()
-        }
-    return value
+    return _object_without_bytes(value) if isinstance(value, Mapping) else value
+
+
+def _object_without_bytes(value: Mapping[str, object]) -> dict[str, object]:
+    is_part = "type" in value  # without content, it would be a place of a column's image
+    return {
+        key: None
+        if isinstance(one, bytes) and key in _CONTENT_KEYS and not is_part
+        else _without_bytes(one)
+        for key, one in value.items()
+    }
 
 
 def _marked_row(
     images: _Images, mapping: Mapping[str, str], row: Mapping[str, object], has_pairs: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return a row with text instead of each part with an image, and without columns of images;
     add both kinds to `images`. If rows have pairs, both answers of one may repeat the images of
     the prompt."""
@@ -336,7 +337,7 @@ def _add_common(images: _Images, chosen: _Images, rejected: _Images) -> None:
     images.named += chosen.named
 
 
-def _listed(cell: object) -> list[Any]:
+def _listed(cell: object) -> list[object]:
     """Return the images of a cell: a list, also of lists, one image, or the JSON text of these in a
     table."""
     if isinstance(cell, str) and cell.lstrip().startswith(("[", "{")):
@@ -345,7 +346,7 @@ def _listed(cell: object) -> list[Any]:
     return [one for each in cell for one in _listed(each)] if isinstance(cell, list) else [cell]
 
 
-def _marked_turns(images: _Images, value: object, may_be_text: bool) -> Any:
+def _marked_turns(images: _Images, value: object, may_be_text: bool) -> object:
     """Return a cell with marks in the turns that it lists."""
     if may_be_text:
         value = _from_text(value)
@@ -371,12 +372,12 @@ def _from_text(value: object) -> object:
     return value
 
 
-def _marked_turn(images: _Images, turn: Mapping[str, Any]) -> dict[str, object]:
+def _marked_turn(images: _Images, turn: Mapping[str, object]) -> dict[str, object]:
     """Return a turn, or a result of a tool, with marks in the place of its parts with images."""
     marked = dict(turn)
     for key in _CONTENTS:
-        if isinstance(turn.get(key), list):
-            marked[key] = [_marked_part(images, part) for part in turn[key]]
+        if isinstance(parts := turn.get(key), list):
+            marked[key] = [_marked_part(images, part) for part in parts]
     return marked
 
 
@@ -392,7 +393,7 @@ def _is_untyped_image(part: Mapping[str, object]) -> bool:
     return any(part.get(key) is not None for key in ("image", "image_url"))
 
 
-def _place(messages: list[Message], images: _Images) -> list[Any]:
+def _place(messages: list[Message], images: _Images) -> list[object]:
     """Replace the marks in the contents of messages by parts, and return the images in the order of
     these parts."""
     places = [place for message in messages for place in _places_in(message)]
@@ -421,7 +422,7 @@ def _place(messages: list[Message], images: _Images) -> list[Any]:
     return _references(places, images)
 
 
-def _place_in_text(sample: Text, images: _Images) -> list[Any]:
+def _place_in_text(sample: Text, images: _Images) -> list[object]:
     """Replace the marks in a text by `IMAGE_PLACE`, and return the images in their order."""
     message: Message = {"role": "user", "content": sample.text}
     references = _place([message], images)

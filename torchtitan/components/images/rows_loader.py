@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -89,7 +89,7 @@ class ImageRowsDataLoader(PlannedDataLoader):
                 cache_dir=self.cache_dir,
             )
 
-        def identity(self) -> dict[str, Any]:
+        def identity(self) -> dict[str, object]:
             """Return the identity of the data, of the folder of images and of what computes pixel
             values."""
             return super().identity() | {

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -24,6 +24,7 @@ from torchtitan.components.data.pretraining.streamed_windows import (
     Feed,
     StreamedWindows,
     StreamOrder,
+    Window,
 )
 from torchtitan.components.data.pretraining.streaming import StreamBatches
 from torchtitan.components.data.sources.source import (
@@ -44,6 +45,9 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.protocols.images import ImageInputs
 from torchtitan.tools.errors import UserError, require
 from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    import datasets
 
 Policy = Literal["drop", "error"]
 
@@ -75,25 +79,25 @@ class ImageRows:
         return ImageEncoder(chat, self.processor, self.tokenizer)
 
 
-class ImageStreamFeed(DocumentsFeed[list[EncodedRow], dict[str, Any], EncodedRow]):
+class ImageStreamFeed(DocumentsFeed[list[EncodedRow], dict[str, object], EncodedRow]):
     """Windows of whole documents, in the order of the stream: a document that does not fit into the
     rest of a window begins the next one."""
 
     dataset: "PackedImageStream"
 
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
+    def __init__(self, dataset: "PackedImageStream", source: StreamSource, node: int, n_nodes: int):
+        super().__init__(dataset, source, node, n_nodes)
         self._format: RowFormat | None = None
         self._dropped: Counter[str] = Counter()
         self._last_warning = 0
 
-    def open(self) -> Any:
+    def open(self) -> "datasets.IterableDataset":
         return self.source.open_rows()
 
-    def items(self, rows: dict[str, list[Any]]) -> list[Any]:
+    def items(self, rows: dict[str, list[object]]) -> list[dict[str, object]]:
         return [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
 
-    def encode(self, items: list[Any]) -> Sequence[Any]:
+    def encode(self, items: list[dict[str, object]]) -> Sequence[EncodedRow | None]:
         """Return the `EncodedRow` of each row; None for one that is dropped."""
         if self._format is None:
             self._format = self.dataset.rows.format_of(list(items[0]))
@@ -104,7 +108,7 @@ class ImageStreamFeed(DocumentsFeed[list[EncodedRow], dict[str, Any], EncodedRow
         encoded = iter(self.dataset.rows.encoder.encode_batch(known))
         return [None if sample is None else self._only(next(encoded)) for sample in samples]
 
-    def _convert(self, format: RowFormat, row: dict[str, Any]) -> Sample | None:
+    def _convert(self, format: RowFormat, row: dict[str, object]) -> Sample | None:
         try:
             sample = format.convert(row)
             if not isinstance(sample, Text):
@@ -147,7 +151,9 @@ class ImageStreamFeed(DocumentsFeed[list[EncodedRow], dict[str, Any], EncodedRow
                 *(self.source.name, self.node + 1, self.n_nodes, counts),
             )
 
-    def epoch_windows(self, position: StreamPosition) -> Iterator[tuple[Any, StreamPosition]]:
+    def epoch_windows(
+        self, position: StreamPosition
+    ) -> Iterator[tuple[Window[list[EncodedRow]], StreamPosition]]:
         seq_len = self.dataset.layout.seq_len
         window: _DocumentsOfWindow = []
         room, is_empty = seq_len, position == StreamPosition(epoch=position.epoch)
@@ -184,7 +190,7 @@ class PackedImageStream(StreamedWindows[StreamSource, list[EncodedRow]]):
     def feed(self, data: StreamSource, node: int, n_nodes: int) -> Feed[list[EncodedRow]]:
         return ImageStreamFeed(self, data, node, n_nodes)
 
-    def make_batch(self, samples: Sequence[Any]) -> Batch:
+    def make_batch(self, samples: Sequence[Window[list[EncodedRow]]]) -> Batch:
         n_missing = self.layout.local_batch_size - len(samples)
         windows = [*(rows for rows, _ in samples), *[[]] * n_missing]
         batch = ImageBatches(self.rows.processor, is_packed=True)(windows, self.layout.seq_len)
@@ -290,7 +296,7 @@ class ImageStreamDataLoader(WindowsDataLoader):
             for source in self.sources():
                 self.rows(tokenizer).format_of(list(source.first_row(source.open_rows)))
 
-        def identity(self) -> dict[str, Any]:
+        def identity(self) -> dict[str, object]:
             """Return the datasets, and what decides their order, form and pixel values."""
             names = ("dataset", "weights", "columns", "split")
             return TokenizingDataLoader.Config.identity(self) | {

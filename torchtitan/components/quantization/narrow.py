@@ -7,7 +7,7 @@ checkpoints stay as in the plain model.
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,7 @@ class BlockConverter(NarrowConverter):
         instructions. On other devices, products are always emulated."""
 
         @builds(lambda: BlockConverter)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the converter."""
 
         def check_run(

@@ -1,7 +1,7 @@
 """Which layers stay wide if products are narrow: shared by converters to 8 and 4 bits."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
@@ -28,7 +28,7 @@ class NarrowConverter(LayerConverter):
         """Skip layers with fewer inputs or outputs: casting costs more than their products gain."""
 
         @builds(lambda: NarrowConverter)
-        def build(self) -> Any:
+        def build(self) -> object:
             """Build the converter."""
 
         def validate(self) -> None:

@@ -1,17 +1,21 @@
 """`RolloutsAhead`: rollouts of later steps, which run while the weights are updated."""
 
 import itertools
+from asyncio import Task
 from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchtitan.components.data.base import Batch
 from torchtitan.components.generation import Engine, Session
 from torchtitan.components.generation.row import TextCoroutine
 from torchtitan.components.rollout.rollout import RolloutEngine
 from torchtitan.components.rollout.trajectory import Group, Trajectory
+
+if TYPE_CHECKING:
+    from torchtitan.components.data.plan.planner import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class Rollouts:
     """The prompts, as loaded."""
     documents: list[int] = field(default_factory=list)
     """Number of each rollout's prompt in the data."""
-    position: Any = None
+    position: "Snapshot | None" = None
     """Position in the data after these batches, as the loader's `read_position` returned it."""
 
     def n_sampled(self) -> int:
@@ -54,7 +58,7 @@ class RolloutsAhead:
     def __init__(self, engine: Engine):
         self.engine = engine
         self._session: Session | None = None
-        self._in_flight: deque[tuple[Rollouts, list[Any]]] = deque()
+        self._in_flight: deque[tuple[Rollouts, list[Task[Trajectory]]]] = deque()
         self.n_dropped = 0
         """Rollouts that `drop` has ended."""
 

@@ -1,7 +1,7 @@
 """Batches of trajectories for training."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -75,7 +75,7 @@ def _batch_of(
     for window in windows:
         chosen = [samples[number] for number in window]
         n_labels = [len(trajectory.tokens) - 1 for trajectory, _ in chosen]
-        values: dict[str, Any] = {
+        values: dict[str, Sequence[float] | np.ndarray] = {
             "logprobs": [logprob for t, _ in chosen for logprob in t.logprobs[1:]],
             "advantages": np.concatenate([np.zeros(0), *map(_advantages_of_labels, chosen)]),
             "samples": np.repeat(np.array(window, np.int64), n_labels),

@@ -1,12 +1,13 @@
 """Environments: what answers the model's turns, and rewards them."""
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 from torchtitan.components.rollout.chat import Message, Reply, Tools
 from torchtitan.tools.errors import UserError
+
+T = TypeVar("T")
 
 Messages = str | Message | Sequence[Message] | None
 """A text of the user, a message, or several."""
@@ -37,12 +38,12 @@ class Environment:
     """True if the reward of a step is for its turn and earlier ones; otherwise, it is for all
     turns."""
 
-    def reset(self, row: Mapping[str, object]) -> Any:
+    def reset(self, row: Mapping[str, object]) -> Messages | Awaitable[Messages]:
         """Begin with a row of the data, and return the first messages (`Messages`). None: the row's
         prompt."""
         return None
 
-    def step(self, reply: Reply) -> Any:
+    def step(self, reply: Reply) -> Step | Awaitable[Step]:
         """Return the `Step` after a turn of the model."""
         raise NotImplementedError
 
@@ -66,6 +67,6 @@ def messages_of(messages: Messages) -> list[Message]:
     )
 
 
-async def result_of(value: object) -> Any:
+async def result_of(value: Awaitable[T] | T) -> T:
     """Return a value, which may have to be awaited."""
-    return await value if inspect.isawaitable(value) else value
+    return await value if isinstance(value, Awaitable) else value

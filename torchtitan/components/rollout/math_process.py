@@ -12,7 +12,10 @@ import re
 import resource
 import signal
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sympy import Expr
 
 _MAX_BYTES = 4 << 30
 _POINTS = (("3/7", "-11/13", "17/5"), ("-5/3", "7/11", "-2/9"), ("13/4", "8/3", "5/8"))
@@ -71,14 +74,17 @@ def _equal_objects(one: object, other: object) -> bool:
     return all(both) and _equal_values(one, other)
 
 
-def _exact(formula: Any) -> object:
+def _exact(formula: "Expr") -> "Expr":
     """Return a formula with fractions instead of its decimals, which SymPy rounds."""
     from sympy import Float, Rational
 
-    return formula.xreplace({number: Rational(str(number)) for number in formula.atoms(Float)})
+    exact: Expr = formula.xreplace(
+        {number: Rational(str(number)) for number in formula.atoms(Float)}
+    )
+    return exact
 
 
-def _equal_values(one: Any, other: Any) -> bool:
+def _equal_values(one: "Expr", other: "Expr") -> bool:
     from sympy import Rational
 
     names = sorted(one.free_symbols, key=str)

@@ -67,6 +67,10 @@ Kind = Literal["numbers", "time", "words", "list", "formula", "other"]
 Check = Callable[[str, str], bool]
 
 
+_List = tuple[str, str, "list[_Reading]"]
+"""Opening and closing bracket, and elements."""
+
+
 @dataclass(frozen=True)
 class _Reading:
     kind: Kind
@@ -313,7 +317,7 @@ def _formula_of(reading: _Reading) -> str:
     )
 
 
-def _same_lists(one: Any, other: Any, check: Check) -> bool:
+def _same_lists(one: _List, other: _List, check: Check) -> bool:
     """Return whether two lists have equal elements, sets in any order, and the same brackets; a
     list without brackets is the same as one in parentheses."""
     opening, closing, elements = one

@@ -3,12 +3,15 @@
 import asyncio
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakKeyDictionary
 
 from torchtitan.components.rollout.chat import Reply
 from torchtitan.components.rollout.environment import Environment, Messages, Step
 from torchtitan.tools.errors import UserError
+
+if TYPE_CHECKING:
+    from openenv import GenericEnvClient
 
 
 class OpenEnvironment(Environment):
@@ -24,8 +27,10 @@ class OpenEnvironment(Environment):
     """Sessions of each process at a time: the server's `max_concurrent_envs`, by default one,
     divided by the number of processes that sample."""
     _place: asyncio.Semaphore | None = None
-    _client: Any = None
-    _places: ClassVar["WeakKeyDictionary[Any, dict[type, asyncio.Semaphore]]"] = WeakKeyDictionary()
+    _client: "GenericEnvClient | None" = None
+    _places: ClassVar[
+        "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[type, asyncio.Semaphore]]"
+    ] = WeakKeyDictionary()
 
     def to_action(self, reply: Reply) -> Mapping[str, object]:
         """Return the action of a turn, with the fields of the server's class of actions. Default:
@@ -53,15 +58,16 @@ class OpenEnvironment(Environment):
         place = places.setdefault(type(self), asyncio.Semaphore(self.sessions))
         await place.acquire()
         self._place = place
-        self._client = GenericEnvClient(base_url=self.url)
+        client = self._client = GenericEnvClient(base_url=self.url)
         try:
-            await self._client.connect()
-            result = await self._client.reset(**self.reset_options(row))
+            await client.connect()
+            result = await client.reset(**self.reset_options(row))
         except (OSError, RuntimeError, TimeoutError) as error:
             raise UserError(f"the server of OpenEnv at {self.url} failed: {error}") from error
         return self.to_messages(result.observation)
 
     async def step(self, reply: Reply) -> Step:
+        assert self._client is not None, "`reset` makes it"
         result = await self._client.step(dict(self.to_action(reply)))
         message = self.to_messages(result.observation)
         return Step(message, float(result.reward or 0.0), bool(result.done))

@@ -17,7 +17,7 @@ from torchtitan.tools.errors import UserError, errors_of, require
 from torchtitan.tools.logging import logger
 from torchtitan.tools.user_code import errors_of_user_code, is_canceled
 
-Reward = Callable[..., Any]
+Reward = Callable[..., object]
 """Returns a number for prompt, completion and the row of the dataset with the prompt; several
 numbers by name, whose sum is the reward; or None for no verdict. It may be asynchronous. A
 function whose first parameter is `prompts` takes lists, and returns one. A function with a
@@ -119,7 +119,7 @@ class _Function(NamedTuple):
     def rates_batches(self) -> bool:
         return self.parameters[:1] == ["prompts"]
 
-    def result(self, text: Sequence[object], images: object) -> Any:
+    def result(self, text: Sequence[object], images: object) -> object:
         """Return the function's result, which may have to be awaited. Raise `UserError` that names
         the function if it fails."""
         more = {"images": images} if "images" in self.parameters else {}
@@ -160,7 +160,7 @@ class Text(NamedTuple):
 
     prompt: str
     completion: str
-    row: Mapping[str, Any]
+    row: Mapping[str, object]
     images: Sequence[ImageFile] = ()
     """Images of the prompt."""
 
@@ -213,7 +213,8 @@ class Rewards:
         for function in self._single:
             found = function.result((prompt, completion, row), images)
             if inspect.isawaitable(found):
-                cast(Any, found).close()
+                if inspect.iscoroutine(found):
+                    found.close()
                 raise UserError(
                     f"{function.subject} is asynchronous; use await engine.rate(text, row)"
                 )
@@ -279,7 +280,7 @@ def _short(name: str) -> str:
     return name.partition("=")[0] if name.startswith(BUILT_IN) else name.rpartition(":")[2]
 
 
-async def _awaited(value: object, subject: str) -> Any:
+async def _awaited(value: object, subject: str) -> object:
     """Return a value, which may have to be awaited, with the errors of the user's code."""
     try:
         return await value if inspect.isawaitable(value) else value

@@ -389,10 +389,10 @@ async def _play(
 
 def log_completions(
     step: int, groups: Iterable[Group], tokenizer: Tokenizer
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Log the first two trajectories of a step, and return them as lines of `completions.jsonl`,
     with `Trajectory.versions` if there are any."""
-    lines = []
+    lines: list[dict[str, object]] = []
     for trajectory in itertools.islice(itertools.chain(*groups), 2):
         start = trajectory.n_prompt
         prompt, completion = map(

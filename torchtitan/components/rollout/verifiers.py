@@ -1,12 +1,16 @@
 """Tasks of verifiers 0.4, whose environments are in `verifiers.v1` (extra `verifiers`)."""
 
 import json
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from torchtitan.components.rollout.chat import Message, Reply
 from torchtitan.components.rollout.environment import Environment, Step
 from torchtitan.tools.errors import UserError
+
+if TYPE_CHECKING:
+    from mcp.types import Tool
+    from verifiers.v1.task import Task, TaskData
 
 
 class TasksetEnvironment(Environment):
@@ -17,9 +21,9 @@ class TasksetEnvironment(Environment):
     users that verifiers simulates are not used, so a task that needs a runtime for its setup or
     rewards is refused."""
 
-    _tasks: ClassVar[dict[type, list[Any]]] = {}
+    _tasks: ClassVar[dict[type, list["Task"]]] = {}
 
-    def make_taskset(self) -> Any:
+    def make_taskset(self) -> "Iterable[Task]":
         """Return the taskset, such as `MyTaskset(MyTasksetConfig())`."""
         raise NotImplementedError
 
@@ -51,7 +55,7 @@ class TasksetEnvironment(Environment):
             toolset.register(self._server)
         self.tools = [_schema_of(tool) for tool in await self._server.list_tools()]
         self._node = MessageNode
-        self._nodes: list[Any] = []
+        self._nodes: list[MessageNode] = []
         messages = _prompt_of(task.data)
         for message in messages:
             self._add(message, is_sampled=False)
@@ -106,13 +110,13 @@ class TasksetEnvironment(Environment):
         return Step(reward=float(trace.reward), is_done=True, named=named)
 
 
-def _schema_of(tool: Any) -> dict[str, Any]:
+def _schema_of(tool: "Tool") -> dict[str, object]:
     parameters = getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", {})
     function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
     return {"type": "function", "function": function}
 
 
-def _prompt_of(data: Any) -> list[Message]:
+def _prompt_of(data: "TaskData") -> list[Message]:
     """Return system prompt and prompt of a task as messages."""
     messages: list[Message] = []
     if data.system_prompt:
