@@ -361,6 +361,44 @@ def test_values_without_quotes_have_types_of_the_schema(
     assert found == value and type(found) is type(value)
 
 
+def test_schemas_may_refer_to_others_and_be_anything() -> None:
+    """As pydantic writes enumerations, optional and nested ones; `true` is a schema, and a client
+    may send what is none."""
+    root = {
+        "$ref": "#/$defs/All",
+        "$defs": {
+            "Size": {"enum": ["1", "2"], "type": "string"},
+            "All": {
+                "properties": {
+                    "one": {"$ref": "#/$defs/Size"},
+                    "default": {"allOf": [{"$ref": "#/$defs/Size"}], "default": "1"},
+                    "optional": {"anyOf": [{"$ref": "#/$defs/Size"}, {"type": "null"}]},
+                    "fixed": {"const": "1"},
+                    "number": {"$ref": "#/$defs/a~1b%20c"},
+                    "any": True,
+                    "loop": {"anyOf": [{"$ref": "#"}, {"$ref": "#/$defs/All/properties/loop"}]},
+                    "away": {"$ref": "https://example.com/schema"},
+                    "missing": {"$ref": "#/$defs/No/thing"},
+                }
+            },
+            "a/b c": {"type": "integer"},
+        },
+    }
+    keys = [*root["$defs"]["All"]["properties"], "x"]  # type: ignore[index]
+    text = "".join(f"<parameter={key}>1</parameter>" for key in keys)
+    arguments = KeyedArguments("<parameter=", ">", "</parameter>", "")
+    found, end = arguments.read(text, 0, root)
+    texts = {key for key, value in found.items() if value == "1"}
+    assert end == len(text) and texts == {"one", "default", "optional", "fixed"}
+    assert all(value == 1 for key, value in found.items() if key not in texts)
+    for wrong in (5, "text", [], [{"type": "string"}], None, {"properties": [1]}, {"anyOf": 5}):
+        for schema in (wrong, {"properties": {"a": wrong}}, {"properties": wrong}):
+            assert arguments.read("<parameter=a>1</parameter>", 0, schema)[0] == {"a": 1}
+    for key in ("type", "enum", "anyOf", "oneOf", "allOf", "$ref", "const", "properties"):
+        for wrong in (5, True, None, [[1]], {"a": 1}, [None], {}):
+            assert typed("1", {key: wrong}) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

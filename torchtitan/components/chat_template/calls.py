@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from torchtitan.components.chat_template.literals import LiteralError, Literals, skip_space
 
@@ -166,11 +167,11 @@ class KeyedArguments:
     def read(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[Any, int] | None:
         """Return arguments and their end. A value ends at its closing mark if another argument, or
         the end of the call, follows; so it may contain marks."""
-        properties = schema.get("properties") or {}
+        properties = _properties(schema)
         pattern = self._pattern()
         arguments = {}
         while match := pattern.match(text, at):
-            arguments[match["key"]] = typed(match["value"], properties.get(match["key"]) or {})
+            arguments[match["key"]] = typed(match["value"], properties.get(match["key"]), schema)
             at = match.end()
         return arguments, at
 
@@ -287,13 +288,19 @@ _TYPES: dict[str, tuple[type, ...]] = {
 _PYTHON = {"True": True, "False": False, "None": None}
 
 
-def typed(text: str, schema: Mapping[str, Any]) -> object:
+def typed(text: str, schema: object, root: object = None) -> object:
     """Return the value of an argument that is written without quotes: its text if the schema allows
     only text or lists this text, if the text is neither JSON nor a constant of Python, or if the
-    schema allows text but not the type of the value."""
-    names = _type_names(schema)
+    schema allows text but not the type of the value.
+
+    Args:
+        root: schema in which a `$ref` is looked up.
+    """
+    branches = _branches(schema, root)
+    names = {name for one in branches for name in _strings(one.get("type"))}
     allowed = {kind for name in names for kind in _TYPES.get(name, ())}
-    if names == {"string"} or text in (schema.get("enum") or ()):
+    listed = [text in _strings(one.get("enum")) or text == one.get("const") for one in branches]
+    if names == {"string"} or any(listed):
         return text
     stripped = text.strip()
     if stripped in _PYTHON:
@@ -306,10 +313,43 @@ def typed(text: str, schema: Mapping[str, Any]) -> object:
     return text if str in allowed and type(value) not in allowed else value
 
 
-def _type_names(schema: Mapping[str, Any]) -> set[str]:
-    declared = schema.get("type")
-    names = {declared} if isinstance(declared, str) else {*(declared or ())}
-    for key in ("anyOf", "oneOf"):
-        for branch in schema.get(key) or ():
-            names |= _type_names(branch)
-    return names
+def _properties(schema: object) -> dict[str, object]:
+    """Return the schemas of an object's keys."""
+    found: dict[str, object] = {}
+    for one in _branches(schema, schema):
+        properties = one.get("properties")
+        found |= properties if isinstance(properties, Mapping) else {}
+    return found
+
+
+def _branches(schema: object, root: object) -> list[Mapping[str, Any]]:
+    """Return a schema, those that it combines, and those that they refer to. Clients write schemas:
+    what is no object, such as the schema true, says nothing."""
+    found: dict[int, Mapping[str, Any]] = {}
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, Mapping) or id(one) in found:
+            continue
+        found[id(one)] = one
+        for key in ("anyOf", "oneOf", "allOf"):
+            parts = one.get(key)
+            waiting += parts if isinstance(parts, list) else []
+        waiting.append(_referred(one.get("$ref"), root))
+    return [*found.values()]
+
+
+def _referred(reference: object, root: object) -> object:
+    """Return the schema that a reference such as `#/$defs/Color` names; None for other ones."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    for part in reference.split("/")[1:]:
+        key = unquote(part).replace("~1", "/").replace("~0", "~")
+        root = root.get(key) if isinstance(root, Mapping) else None
+    return root
+
+
+def _strings(value: object) -> list[str]:
+    """Return the texts in a keyword's value, which is one or a list."""
+    every = value if isinstance(value, list) else [value]
+    return [one for one in every if isinstance(one, str)]

@@ -941,7 +941,8 @@ def test_null_arguments_of_tables() -> None:
     """Tables store every key in every object; JSON text has the nulls that were meant."""
     arguments = {"a": None, "b": "x", "c": None, "inside": {"d": None, "e": 1}}
     schema = {"properties": {"a": {"type": ["integer", "null"]}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": None}}
+    function: dict[str, Any] = {"name": "f", "parameters": schema, "strict": None}
+    tool = {"type": "function", "function": function}
     turns: list[Any] = [
         user("Hi"),
         assistant(None, tool_calls=[{"name": "f", "arguments": arguments}]),
@@ -954,6 +955,11 @@ def test_null_arguments_of_tables() -> None:
     assert normalize(turns, [tool]).messages[1]["tool_calls"][0]["function"]["arguments"] == {
         "c": None
     }
+    turns[1]["tool_calls"] = [{"name": "f", "arguments": {"c": None, "d": 1}}]
+    for wrong in (5, "c", None, {}):  # no lists of keys
+        function["parameters"] = {"required": wrong}
+        [made] = normalize(turns, [tool]).messages[1]["tool_calls"]
+        assert made["function"]["arguments"] == {"d": 1}
 
 
 def test_samples_of_a_row(tmp_path: Path, templates: Path) -> None:

@@ -312,7 +312,8 @@ def _without_nulls(value: object, schema: object = None) -> object:
     if not isinstance(value, Mapping):
         return value
     known = schema if isinstance(schema, Mapping) else {}
-    properties, required = known.get("properties") or {}, known.get("required") or []
+    properties, required = known.get("properties"), known.get("required")
+    required = required if isinstance(required, list) else []
     kept = {}
     for key, inside in value.items():
         declared = properties.get(key) if isinstance(properties, Mapping) else None
