@@ -19,7 +19,8 @@ from torchtitan.components.serving.app import Limits
 from torchtitan.components.serving.connections import TimedConnection
 from torchtitan.components.serving.metrics import Metrics
 from torchtitan.components.serving.prompts import Preparer
-from torchtitan.components.serving.requests import chat_request
+from torchtitan.components.serving.requests import chat_request, completion_request
+from torchtitan.components.tokenizer import PretrainedTokenizer
 
 httpx = pytest.importorskip("httpx")
 
@@ -401,6 +402,39 @@ def test_what_a_template_omits_is_refused(stories):
             assert answer.status_code == 400 and answer.json()["error"]["param"] == param
 
 
+def test_keys_of_messages_that_the_template_does_not_read_are_refused(client, stories):
+    def answered(client, **keys):
+        answer = {"role": "assistant", "content": "She", **keys}
+        return ask(client, CHAT, messages=[*MESSAGES, answer], max_tokens=1)
+
+    harmless = {"annotations": [1], "id": "x", "name": "b", "refusal": None, "prefix": False}
+    assert answered(client, reasoning="so", **harmless).status_code == 200
+    call = {"name": "f", "arguments": "{}"}
+    for key, value in (
+        *(("prefix", True), ("partial", True), ("function_call", call), ("audio", {"id": "x"})),
+        *(("refusal", "no"), ("reasoning_details", [{"text": "so"}]), ("a" * 99, 1)),
+    ):
+        error = answered(client, **{key: value}).json()["error"]
+        assert (
+            error["param"] == f"messages[1].{key[:80]}" and "does not read it" in error["message"]
+        )
+    source = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '' if m.prefix else '\n' }}"
+        "{% endfor %}"
+    )
+    app, _ = make_app(stories, template=ChatTemplate(source))
+    with TestClient(app, base_url=ANY_HOST) as other:
+        assert answered(other, prefix=True).status_code == 200
+        assert answered(other, partial=True).status_code == 400
+
+
+def test_more_top_logprobs_than_tokens_are_all_tokens(stories_tokenizer):
+    preparer = Preparer(stories_tokenizer, [], context=CONTEXT, vocab_size=7, template=None)
+    body = {"model": "m", "prompt": [1, 2], "logprobs": 20}
+    [job] = preparer.completion(completion_request(body)).jobs
+    assert job.n_top == 7
+
+
 # Mistakes.
 
 
@@ -552,6 +586,47 @@ def test_deep_objects_are_answered(client, depth):
     content = f'{{"model":"stories","max_tokens":1,"messages":{messages},"tools":{tools}}}'
     answer = client.post(CHAT, content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_large_bodies_are_refused_in_linear_time(client, monkeypatch):
+    """Quadratic checks of a body of a megabyte take minutes, in which no other request begins."""
+    keys = ",".join(f'"k{n}":0' for n in range(60_000))
+    begun = time.process_time()
+    headers = {"content-type": "application/json"}
+    answer = client.post(CHAT, content=f'{{{keys},"x":0,"x":0}}', headers=headers)
+    assert "the key 'x' is there twice" in answer.json()["error"]["message"]
+    assert time.process_time() - begun < 10  # 30 seconds, if all keys are counted for each
+    lengths = []
+    encode = PretrainedTokenizer.encode
+
+    def counted(tokenizer, text, **options):
+        lengths.append(len(text))
+        return encode(tokenizer, text, **options)
+
+    monkeypatch.setattr(PretrainedTokenizer, "encode", counted)
+    text = "Lily " * 10_000
+    for path, fields, param in (
+        (COMPLETIONS, {"prompt": text}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": text}]}, "messages"),
+    ):
+        error = ask(client, path, **fields).json()["error"]
+        assert error["code"] == "context_length_exceeded" and error["param"] == param
+        assert "the prompt has more than" in error["message"]
+    assert lengths == [32 * CONTEXT, 32 * CONTEXT]
+
+
+def test_a_long_text_of_few_tokens_is_answered(client, monkeypatch):
+    monkeypatch.setattr("torchtitan.components.serving.prompts._CHARACTERS", 0)
+    assert choices(client, prompt=PROMPT, max_tokens=1)
+
+
+def test_messages_are_searched_in_order(client, monkeypatch):
+    """Only a message that is not where it is expected is searched for in the whole text."""
+    monkeypatch.setattr(
+        "torchtitan.components.serving.prompts.is_written", lambda part, text: 1 / 0
+    )
+    messages = [{"role": "user", "content": f" {n} b"} for n in (1, 2, 1, 1, 3)]
+    assert ask(client, CHAT, messages=messages, max_tokens=1).status_code == 200
 
 
 def test_a_text_that_cannot_be_decoded_fails_alone(client, monkeypatch, log):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,8 +70,8 @@ def _constant(name: str) -> None:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, object]:
     known = dict(pairs)
     if len(known) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        numbers = Counter(key for key, _ in pairs)
+        twice = next(key for key, number in numbers.items() if number > 1)
         raise ValueError(f"the key {twice[:80]!r} is there twice")
     return known
 

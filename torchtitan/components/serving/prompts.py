@@ -1,5 +1,6 @@
 """From a checked request to jobs: prompts as token ids, stops, random numbers."""
 
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torchtitan.components.serving.errors import RequestError
 from torchtitan.components.serving.fields import shown
 from torchtitan.components.serving.jobs import Job
 from torchtitan.components.serving.requests import (
+    MESSAGE_KEYS,
     ChatRequest,
     CompletionRequest,
     Prompt,
@@ -22,6 +24,9 @@ from torchtitan.components.serving.requests import (
 )
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError, suggest
+
+_CHARACTERS = 32
+"""Characters that a token of the context may have in a text that is encoded at once."""
 
 
 @dataclass(slots=True)
@@ -106,7 +111,9 @@ class Preparer:
             )
         text = self._render(request)
         prefix = self._forced(request, replies)
-        ids = self.tokenizer.encode(text + prefix, add_bos=False, add_eos=False, allow_special=True)
+        ids = self._encode(
+            text + prefix, "messages", add_bos=False, add_eos=False, allow_special=True
+        )
         tools = request.conversation.tools or []
         reads_calls = bool(tools) and request.tool_choice != "none"
         kept = replies.kept(with_calls=reads_calls)
@@ -120,7 +127,7 @@ class Preparer:
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_eos=False) or [start_id(self.tokenizer)]
+            return self._encode(prompt, "prompt", add_eos=False) or [start_id(self.tokenizer)]
         for token in prompt:
             if not 0 <= token < self._vocab_size:
                 raise RequestError(
@@ -130,6 +137,24 @@ class Preparer:
                     code="invalid_value",
                 )
         return prompt
+
+    def _encode(self, text: str, param: str, **options: bool) -> list[int]:
+        """Return the token ids of a text. Raise `RequestError` if its beginning has twice as many
+        as the context: all of a body's text may take seconds and gigabytes."""
+        beginning = text[: _CHARACTERS * self.context]
+        if len(beginning) < len(text):
+            n_tokens = len(self.tokenizer.encode(beginning, **options))
+            if n_tokens > 2 * self.context:
+                raise self._no_room(f"more than {n_tokens}", param)
+        return self.tokenizer.encode(text, **options)
+
+    def _no_room(self, n_tokens: int | str, param: str) -> RequestError:
+        return RequestError(
+            f"the prompt has {n_tokens} tokens, which leaves no room for a new one in the model's "
+            f"context of {self.context} tokens; shorten the prompt",
+            param=param,
+            code="context_length_exceeded",
+        )
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -142,12 +167,7 @@ class Preparer:
             return wanted
         if room <= 0:
             param = "messages" if isinstance(request, ChatRequest) else "prompt"
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, which leaves no room for a new one in the "
-                f"model's context of {self.context} tokens; shorten the prompt",
-                param=param,
-                code="context_length_exceeded",
-            )
+            raise self._no_room(len(ids), param)
         raise RequestError(
             f"the prompt has {len(ids)} tokens and max_tokens is {wanted}, together "
             f"{len(ids) + wanted}, but the model's context has {self.context} tokens; shorten "
@@ -175,7 +195,7 @@ class Preparer:
             stop=[*request.stop, *stop_texts],
             stop_ids=self._stop_ids,
             kept=kept,
-            n_top=request.n_top,
+            n_top=min(request.n_top, self._vocab_size),
             streams=request.stream,
         )
 
@@ -192,6 +212,7 @@ class Preparer:
                     param="chat_template_kwargs",
                     code="unsupported_field",
                 )
+        self._check_keys(conversation.messages)
         # With tool_choice none, the model does not see the tools.
         tools = conversation.tools if request.tool_choice != "none" else None
         if tools and not template.reads("tools"):
@@ -210,16 +231,38 @@ class Preparer:
         self._check_written(text, conversation.messages, tools)
         return text
 
+    def _check_keys(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Raise `RequestError` for a key of a message that asks for something and that the template
+        does not read, such as `prefix`."""
+        assert self.template is not None
+        for number, message in enumerate(messages):
+            for key in message.keys() - MESSAGE_KEYS:
+                if not message[key] or re.search(
+                    rf"[.'\"]{re.escape(key)}\b", self.template.source
+                ):
+                    continue
+                name = f"messages[{number}].{key[:80]}"
+                raise RequestError(
+                    f"{name} is {shown(message[key])}, but {self.template.name} does not read it; "
+                    "leave it out",
+                    param=name,
+                    code="unsupported_field",
+                )
+
     def _check_written(
         self, text: str, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None
     ) -> None:
         """Raise `RequestError` if the template omits a message that it should show."""
         assert self.template is not None
+        place = 0  # most templates write messages in order: do not search all text for each
         for number, message in enumerate(messages):
             content = message.get("content")
             if message["role"] == "assistant" or not isinstance(content, str):
                 continue  # templates drop earlier reasoning and calls on purpose
-            if not is_written(content, text):
+            content = content.strip()
+            if (found := text.find(content, place)) >= 0:
+                place = found + len(content)
+            elif not is_written(content, text):
                 raise RequestError(
                     f"{self.template.name} omits messages[{number}], of the role "
                     f"{message['role']}; put its content into another message",

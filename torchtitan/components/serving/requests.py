@@ -28,6 +28,16 @@ _MOST_TOKENS = 2**31 - 1
 _HOTTEST = 100.0
 _ROLES = ("developer", "system", "user", "assistant", "tool")
 
+MESSAGE_KEYS = frozenset(
+    {
+        *("role", "content", "name", "tool_calls", "tool_call_id"),
+        *("reasoning_content", "reasoning", "thinking"),
+        *("annotations", "cache_control", "id", "provider_specific_fields"),
+    }
+)
+"""Keys of messages that a template may leave out, and those of other servers' answers that change
+nothing. Others must be read by the template."""
+
 ToolChoice = Literal["none", "auto", "required"]
 
 
