@@ -252,9 +252,5 @@ B_TO_G: dict[str, VisionType] = {
     ),
 }
 
-B_TO_G_REFUSED = (
-    "diffusion_gemma",
-    "evolla",
-    "florence2",
-)
+B_TO_G_REFUSED = ("diffusion_gemma", "evolla")
 """Types that are refused by name (tests/models/test_refused_images.py)."""

@@ -225,10 +225,8 @@ OF_TORCHVISION = ("muse_glimmer", "muse_spark", "nemotron_h_omni", "step3p7", "u
 
 REFUSED_M_TO_V = (
     "pi0",
-    "pix2struct",
     "pp_formulanet",
     "shieldgemma2",
-    "t5gemma2",
     "udop",
 )
 """Types that do not train on conversations with images: `tests/models/test_image_types_m_to_v.py`."""

@@ -577,7 +577,9 @@ def test_text_alone_is_refused(folders: Callable[[str], Path], tmp_path: Path) -
     more = {"config": "sft", "model__train": ABSENT}
     with (
         mock.patch.object(TransformersModel, "__init__", side_effect=AssertionError),
-        pytest.raises(UserError, match="blip-2 does not compute text alone: its class needs an"),
+        pytest.raises(
+            UserError, match="blip-2 does not compute text alone here: its class needs an"
+        ),
     ):
         train(tmp_path / "run", **options(folders("blip-2"), rows) | more)
 

@@ -2,6 +2,7 @@
 itself, on what its processor makes of the same images and texts."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -11,23 +12,39 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+import torch.nn.functional as F
+from PIL import Image, ImageDraw
+from transformers import AutoImageProcessor
 
+from tests.experiments.test_distillation_images import TEMPERATURE, WEIGHT, distill
+from tests.experiments.test_reward_classes import Scores
+from tests.experiments.test_rl_images import CapturingGRPO, config_of
 from tests.models.test_caption_images import (
     ANSWERS,
     END,
     SIZES,
+    changed,
     class_of,
     images,
+    parts_of,
     write_rows,
     write_wrapping,
     written,
 )
 from tests.models.test_images import PACKED, norm, options, train_rank
 from tests.processes import run_processes
-from tests.tiny_vision import documented_template, reference_processor, vision_folder, vision_model
-from tests.training import ABSENT, killed_in, read_metrics, train
+from tests.tiny_vision import (
+    documented_template,
+    parts_in,
+    reference_processor,
+    vision_folder,
+    vision_model,
+    write_scores,
+)
+from tests.training import ABSENT, killed_in, read_metrics, run, train
 from tests.vision_types_of_decoders import DECODER_TYPES
+from torchtitan.components.images.files import ImageOpener
+from torchtitan.experiments.reward.rating import RewardModel
 from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.images import ImageInputs
@@ -39,26 +56,38 @@ __all__ = ["images"]
 PROMPTS = {
     "trocr": ["read", "what is it?", "x"],
     "donut": ["<s_task>", "<s_task>which?", "<s_task>what is it?"],
+    "florence2": ["<CAPTION>", "read", "what is it?"],
+    "pix2struct": ["a", "a photo", "x"],
+    "t5gemma2": ["read", "what is it?", "x"],
 }
+READS_TEXT = ("florence2", "t5gemma2")
+"""Types whose encoder reads the prompt."""
 FAST = ("trocr",)
-TYPES = [
-    pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in DECODER_TYPES
-]
+
+
+def slow(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
+TYPES = [name if name in FAST else slow(name) for name in DECODER_TYPES]
 
 
 def begins(model_type: str) -> str:
     """Return what an answer begins with."""
-    return "" if model_type == "donut" else "<s>"
+    return "<s>" if model_type in ("trocr", "florence2") else ""
 
 
 def write_model(model_type: str, folder: Path) -> Path:
     """Write the folder of a type, with the documented chat template."""
     vision_folder(model_type, folder)
-    named = {"bos_token": "<s>", "mask_token": "<mask>", "sep_token": END, "cls_token": "<s>"}
-    write_wrapping(folder, named, ["<s>", END])
+    named = {"bos_token": "<s>", "mask_token": "<mask>"}
+    if model_type == "pix2struct":  # as T5's
+        named = {}
+    around = {"pix2struct": [], "t5gemma2": ["<s>"]}
+    write_wrapping(folder, named, around.get(model_type, ["<s>", END]))
     template = documented_template("this decoder writes")
     if not begins(model_type):
-        template = template.replace("bos_token + ", "")
+        template = template.replace('(bos_token or "") + ', "")
     (folder / "chat_template.jinja").write_text(template)
     return folder
 
@@ -73,22 +102,41 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def inputs_of(
     model_type: str, folder: Path, prompts: list[str] | None, answers: list[str], opened: Any
 ) -> dict[str, Any]:
-    """Return what the processor makes of images, with the tokens and labels of the decoder. Without
-    prompts, the class makes its tokens of the labels."""
+    """Return what the processor makes of images, with the labels of the decoder, of which the class
+    makes its tokens, or with its tokens if they begin with prompts."""
     processor = reference_processor(model_type, folder)
-    pixels = dict(processor.image_processor(opened, return_tensors="pt"))
+    if model_type in READS_TEXT:
+        texts = prompts or [""] * len(answers)
+        if model_type == "t5gemma2":
+            texts = [f"<start_of_image>{text}" for text in texts]
+        nested = [[image] for image in opened]
+        read = {"padding": True, "padding_side": "right", "return_tensors": "pt"}
+        pixels = dict(processor(images=nested, text=texts, **read))
+        pixels = {name: pixels[name] for name in ("input_ids", "attention_mask", "pixel_values")}
+        prompts = None
+    else:
+        pixels = dict(processor.image_processor(opened, return_tensors="pt"))
     texts = [f"{begins(model_type)}{answer}{END}" for answer in answers]
     labels = [processor.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     if prompts is None:
         return pixels | {"labels": padded(labels, -100)}
-    config = json.loads((folder / "config.json").read_text())
     asked = [processor.tokenizer(text, add_special_tokens=False)["input_ids"] for text in prompts]
     if model_type != "donut":
-        asked = [[config["decoder_start_token_id"], *ids] for ids in asked]
+        asked = [[start_of(model_type, folder), *ids] for ids in asked]
     both = list(zip(asked, labels, strict=True))
     tokens = [[*before, *after[:-1]] for before, after in both]
     targets = [[-100] * (len(before) - 1) + after for before, after in both]
     return pixels | {"decoder_input_ids": padded(tokens, 0), "labels": padded(targets, -100)}
+
+
+def start_of(model_type: str, folder: Path) -> int:
+    """Return the token that starts the decoder."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    if model_type == "t5gemma2":
+        return int(config.decoder.bos_token_id)
+    return int((config.text_config if model_type == "florence2" else config).decoder_start_token_id)
 
 
 def padded(rows: list[list[int]], value: int) -> torch.Tensor:
@@ -129,6 +177,59 @@ def test_loss_and_gradients_equal_those_of_the_class(
         assert ours == pytest.approx(float(loss.detach()), rel=1e-5)
         assert grad_norm == pytest.approx(norm(gradients), rel=1e-5)
     assert len({Image.open(root / f"{n}.png").size for n in range(3)}) == len(SIZES)
+
+
+def test_a_prompt_is_drawn_above_the_image(
+    folders: Callable[[str], Path],
+    images: tuple[Path, list[Image.Image]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a Pix2Struct for questions; here in the font of Pillow."""
+    from transformers.models.pix2struct import image_processing_pil_pix2struct as module
+
+    def drawn(text: str, **_: Any) -> Image.Image:
+        picture = Image.new("RGB", (60, 16), "white")
+        ImageDraw.Draw(picture).text((0, 0), text, fill="black")
+        return picture
+
+    plain = folders("pix2struct")
+    folder = shutil.copytree(plain, tmp_path / "pix2struct")
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"is_vqa": True}))
+    monkeypatch.setattr(module, "render_text", drawn)
+    root, opened = images
+    prompts = ["which?", "what is it?", "x"]
+    call = AutoImageProcessor.from_pretrained(folder)
+    losses = []
+    for headers in (prompts, prompts[::-1]):
+        inputs = dict(call(opened, header_text=headers, return_tensors="pt"))
+        labels = inputs_of("pix2struct", plain, None, ANSWERS, opened)["labels"]
+        losses.append(float(class_of(folder)(**inputs, labels=labels).loss.detach()))
+    more = {"training__local_batch_size": 3}
+    train(tmp_path / "run", **options(folder, write_rows(root, prompts)) | more)
+    [(_, ours)] = read_metrics(tmp_path / "run", "loss")
+    assert ours == pytest.approx(losses[0], rel=1e-5)
+    assert abs(losses[1] / losses[0] - 1) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("which? " * 9, "its image and its prompt have 82 tokens for the encoder, which reads 64"),
+        ("<OD> and more", "refuses its prompt '<OD> and more': ValueError: Task token <OD>"),
+    ],
+)
+def test_prompts_that_an_encoder_cannot_read_are_refused(
+    prompt: str,
+    message: str,
+    folders: Callable[[str], Path],
+    images: tuple[Path, list[Image.Image]],
+    tmp_path: Path,
+) -> None:
+    rows = write_rows(images[0], [prompt], "refused.jsonl", ["x"])
+    with pytest.raises(UserError, match=message):
+        train(tmp_path, **options(folders("florence2"), rows), dataloader__broken="error")
 
 
 def test_texts_of_one_token_have_their_image() -> None:
@@ -186,9 +287,8 @@ def test_answers_equal_those_of_the_class(
     answers = []
     for prompt, image in zip(prompts, opened, strict=True):
         inputs = inputs_of(model_type, folder, [prompt], [""], [image])
-        ids = inputs.pop("decoder_input_ids")[0].tolist()
-        if begins(model_type):
-            ids.pop()  # which the answer begins with
+        ids = inputs.pop("decoder_input_ids", torch.tensor([[start_of(model_type, folder)]]))
+        ids = ids[0, : -1 if len(ids[0]) > 1 and begins(model_type) else None].tolist()
         del inputs["labels"]
         answers.append(greedy(model, inputs, ids, n_new=8))
     words = ["--checkpoint", str(folder), "--device", "cpu", "--max_new_tokens", "8"]
@@ -239,10 +339,15 @@ def test_exports_open_with_the_same_logits(
     export = tmp_path / "straight/checkpoint/step-3"
     inputs = inputs_of(model_type, folder, PROMPTS[model_type], ANSWERS, opened)
     processor = AutoProcessor.from_pretrained(export)
-    pixels = processor(images=opened, return_tensors="pt")["pixel_values"]
-    assert torch.equal(torch.as_tensor(pixels), torch.as_tensor(inputs["pixel_values"]))
+    pixels = dict(processor.image_processor(opened, return_tensors="pt"))
+    [name] = pixels.keys() & {"pixel_values", "flattened_patches"}
+    assert torch.equal(torch.as_tensor(pixels[name]), torch.as_tensor(inputs[name]))
+    expected = reference_processor(model_type, folder).tokenizer("what?")["input_ids"]
+    assert processor.tokenizer("what?")["input_ids"] == expected
     base = class_of(folder).eval()
     merged = AutoModelForImageTextToText.from_pretrained(export, dtype=torch.float32).eval()
+    if "decoder_input_ids" not in inputs:
+        inputs["decoder_input_ids"] = inputs["labels"].clamp(min=0)
     del inputs["labels"]
     with torch.no_grad():
         plain, of_export = base(**inputs).logits, merged(**inputs).logits
@@ -251,10 +356,121 @@ def test_exports_open_with_the_same_logits(
     torch.testing.assert_close(adapted, of_export, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("model_type", TYPES)
+def test_sampled_answers_have_the_probabilities_of_the_class(
+    model_type: str,
+    folders: Callable[[str], Path],
+    images: tuple[Path, list[Image.Image]],
+    tmp_path: Path,
+) -> None:
+    """When GRPO samples them in batches, and when it trains. The tolerance is that of float32."""
+    folder = folders(model_type)
+    root, opened = images
+    prompts = PROMPTS[model_type]
+    rows = [
+        {"messages": [{"role": "user", "content": parts_of(number, prompts)}], "answer": "1"}
+        for number in range(3)
+    ]
+    source = shutil.copytree(root, tmp_path / "prompts")
+    written(source / "prompts.jsonl", rows)
+    more = {"training__local_batch_size": 3, "model__train": parts_in(folder)}
+    trainer: Any = run(config_of(folder, source, tmp_path / "run", **more), CapturingGRPO)
+    model = class_of(folder)
+    seen = set()
+    trajectories = [trajectory for group in trainer.groups for trajectory in group]
+    for number, trajectory in enumerate(trajectories):
+        asked = int(Path(trajectory.images[0].path).stem)
+        seen.add(asked)
+        inputs = inputs_of(model_type, folder, [prompts[asked]], ["x"], opened[asked : asked + 1])
+        del inputs["labels"]
+        inputs["decoder_input_ids"] = torch.tensor([trajectory.tokens[:-1]])
+        start = trajectory.loss_mask.index(True)
+        with torch.no_grad():
+            logprobs = model(**inputs).logits[0, start - 1 :].log_softmax(-1)
+        new = torch.tensor(trajectory.tokens[start:])
+        expected = logprobs.gather(1, new[:, None])[:, 0].tolist()
+        assert trajectory.logprobs[start:] == pytest.approx(expected, abs=2e-5)
+        assert trainer.old[number] == pytest.approx(expected, abs=2e-5)
+    assert seen == {0, 1, 2}
+
+
+def pairs_of(model_type: str, root: Path) -> Path:
+    """Write pairs of answers, of which the second is the same."""
+    numbered = enumerate(zip(PROMPTS[model_type], ANSWERS, strict=True))
+    rows: list[dict[str, Any]] = [
+        {"prompt": prompt, "chosen": answer, "rejected": "No.", "image": f"{number}.png"}
+        for number, (prompt, answer) in numbered
+    ]
+    return written(root / "pairs.jsonl", rows)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_preferences_equal_those_of_the_class(
+    model_type: str,
+    folders: Callable[[str], Path],
+    images: tuple[Path, list[Image.Image]],
+    tmp_path: Path,
+) -> None:
+    """DPO, with a reference of other weights; log-probabilities by the class alone, in float64."""
+    folder = folders(model_type)
+    root, opened = images
+    models = [class_of(folder), changed(folder, tmp_path / "reference")]
+    sides = []
+    for answers in (ANSWERS, ["No."] * len(ANSWERS)):
+        inputs = inputs_of(model_type, folder, PROMPTS[model_type], answers, opened)
+        labels = inputs["labels"]
+        found = []
+        for model in models:
+            logprobs = model(**inputs).logits.double().log_softmax(-1)
+            chosen = logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+            found.append(chosen.where(labels >= 0, 0).sum(-1))
+        sides.append(0.3 * (found[0] - found[1].detach()))
+    expected = -F.logsigmoid(sides[0] - sides[1]).mean()
+    expected.backward()
+    gradients = [p.grad for p in models[0].parameters() if p.grad is not None]
+    more = {"module": "preference", "config": "dpo_images", "training__max_norm": "inf"}
+    more |= {"training__local_batch_size": 3, "loss__beta": 0.3}
+    more |= {"reference__path": tmp_path / "reference"}
+    train(tmp_path / "run", **options(folder, pairs_of(model_type, root)) | more)
+    [(_, loss, grad_norm)] = read_metrics(tmp_path / "run", "loss", "grad_norm")
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert grad_norm == pytest.approx(norm(gradients), rel=1e-5)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_distillation_equals_that_of_the_class(
+    model_type: str,
+    folders: Callable[[str], Path],
+    images: tuple[Path, list[Image.Image]],
+    tmp_path: Path,
+) -> None:
+    """From logits of the classes alone, in float64."""
+    folder = folders(model_type)
+    root, opened = images
+    teacher = changed(folder, tmp_path / "teacher")
+    inputs = inputs_of(model_type, folder, PROMPTS[model_type], ANSWERS, opened)
+    is_valid = inputs["labels"] >= 0
+    model = class_of(folder)
+    logits = model(**inputs).logits[is_valid].double()
+    with torch.no_grad():
+        teaching = teacher(**inputs).logits[is_valid].double()
+    cross_entropy = F.cross_entropy(logits, inputs["labels"][is_valid])
+    p, q = ((x / TEMPERATURE).log_softmax(-1) for x in (teaching, logits))
+    divergence = TEMPERATURE**2 * (p.exp() * (p - q)).sum(-1).mean()
+    loss = WEIGHT * cross_entropy + (1 - WEIGHT) * divergence
+    loss.backward()
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    rows = write_rows(root, PROMPTS[model_type])
+    more = {"training__local_batch_size": 3}
+    found = distill(tmp_path / "run", folder, tmp_path / "teacher", rows, **more)
+    expected = [float(loss.detach()), norm(gradients), float(cross_entropy), float(divergence)]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_text_alone_is_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
     rows = written(tmp_path / "text.jsonl", [{"prompt": "What?", "completion": "x"}])
     more = {"config": "sft", "model__train": ABSENT}
-    with pytest.raises(UserError, match="encoder-decoder does not compute text alone: its class"):
+    with pytest.raises(UserError, match="decoder does not compute text alone here: its encoder"):
         train(tmp_path / "run", **options(folders("trocr"), rows) | more)
 
 
@@ -283,10 +499,52 @@ def test_two_ranks_change_nothing(
     more = {"training__local_batch_size": 1, "training__global_batch_size": 4}
     more |= {"training__epochs": 2, "training__steps": ABSENT}
     [model] = train(tmp_path / "one", **options(folder, rows) | more).model_parts
-    assert len(model.vision_layers()) == 2
+    assert model.vision_layers()
     more |= {"parallelism__data_parallel_shard_degree": 2}
     run_processes(train_rank, 2, tmp_path / "two", folder, rows, more)
     expected = read_metrics(tmp_path / "one", "loss", "grad_norm")
     found = read_metrics(tmp_path / "two", "loss", "grad_norm")
     assert len(found) == 2
     assert np.array(found) == pytest.approx(np.array(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["trocr", *map(slow, ("donut", "florence2"))])
+def test_rewards_equal_those_of_the_class(
+    model_type: str,
+    folders: Callable[[str], Path],
+    images: tuple[Path, list[Image.Image]],
+    tmp_path: Path,
+) -> None:
+    """Of a run from a random score, and the rewards of that."""
+    from transformers import AutoModelForImageTextToText
+
+    folder = write_scores(shutil.copytree(folders(model_type), tmp_path / model_type))
+    root, opened = images
+    prompts = PROMPTS[model_type]
+    model = Scores(folder, AutoModelForImageTextToText).train()
+
+    def score(number: int, answer: str) -> torch.Tensor:
+        given = slice(number, number + 1)
+        inputs = inputs_of(model_type, folder, prompts[given], [answer], opened[given])
+        labels = inputs.pop("labels")
+        start = torch.tensor([[start_of(model_type, folder)]])
+        ids = inputs.pop("decoder_input_ids", torch.cat((start, labels[:, :-1]), dim=1))
+        inputs["decoder_input_ids"] = torch.cat((ids, labels[:, -1:]), dim=1)
+        return F.linear(model.model(**inputs).logits[0, -1], model.score)[0].double()
+
+    pairs = [(score(n, answer), score(n, "No.")) for n, answer in enumerate(ANSWERS)]
+    expected = -torch.stack([F.logsigmoid(chosen - other) for chosen, other in pairs]).mean()
+    expected.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    more = {"module": "reward", "config": "bradley_terry_images", "training__max_norm": "inf"}
+    more |= {"training__local_batch_size": 3, "metrics__enable_tensorboard": False}
+    rows = pairs_of(model_type, root)
+    train(tmp_path / "run", **options(folder, rows) | more)
+    [(_, loss, grad_norm)] = read_metrics(tmp_path / "run", "loss", "grad_norm")
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert grad_norm == pytest.approx(norm(gradients), rel=1e-4)
+    given = [json.loads(line) for line in rows.read_text().splitlines()]
+    rated = RewardModel(str(folder), with_images=True)(
+        prompts, ANSWERS, given, [[ImageOpener(root).open(row["image"])] for row in given]
+    )
+    assert rated == pytest.approx([float(chosen) for chosen, _ in pairs], rel=1e-5, abs=1e-5)

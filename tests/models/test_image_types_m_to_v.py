@@ -25,8 +25,8 @@ WITHOUT_TORCHVISION = pytest.mark.skipif(
 )
 WITHOUT_TIMM = pytest.mark.skipif(find_spec("timm") is not None, reason="timm is installed")
 
-ENCODER_DECODERS = ("pix2struct", "pp_formulanet", "t5gemma2", "udop")
-"""Types that read images in an encoder, together with text, or by an encoder of their own."""
+ENCODER_DECODERS = ("pp_formulanet", "udop")
+"""Types that read images in an encoder, and do not train here."""
 
 
 def changed(path: Path, changes: dict[str, Any]) -> None:

@@ -47,7 +47,6 @@ _DIFFUSION = {
 # model_type, values of its configuration, of its processor, class of its image processor, message
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("evolla", {}, {}, "CLIPImageProcessor", "model_type 'evolla' reads no images"),
-    ("florence2", {}, {}, "CLIPImageProcessor", "florence2 is an encoder-decoder"),
     (
         "diffusion_gemma",
         _DIFFUSION,

@@ -64,7 +64,7 @@ class ClassProcessor(Protocol):
 
     def __call__(self, **options: object) -> Outputs: ...
 
-    def prepare_inputs_layout(self, **options: object) -> tuple[object, Sequence[str], object]:
+    def prepare_inputs_layout(self, **options: object) -> tuple[Any, ...]:
         """Return the images and texts that it reads."""
 
 

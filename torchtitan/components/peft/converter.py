@@ -58,6 +58,10 @@ EXPORTED = "adapter"
 """Subfolder of an exported model that contains the adapter in PEFT format."""
 
 
+_POSITIONS = "relative_attention_bias"
+"""Name of a table of relative positions in T5 and models after it: one value for each head."""
+
+
 class LoRA(LayerConverter):
     """Low-rank adapters on linear layers and, if included, on the embedding, routed experts and
     routers."""
@@ -219,6 +223,8 @@ class LoRA(LayerConverter):
         assert isinstance(layer, self.layer_types)
         if self._is_unnamed_router(layer):
             return "routers that no pattern names by the word router"
+        if name.endswith(_POSITIONS) and not any(_POSITIONS in one for one in config.include):
+            return f"relative positions that no pattern names {_POSITIONS}"
         for matrix, weight in matrices_of(name, layer).items():
             # For stacked experts: one expert's weights, as a matrix.
             shape = tuple(

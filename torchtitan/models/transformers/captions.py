@@ -14,8 +14,8 @@ from torch import Tensor
 
 from torchtitan.models.transformers.description import class_of, forward_arguments
 from torchtitan.models.transformers.encoder_decoders import (
+    DecoderSide,
     decoder_inputs,
-    decoder_side,
     encoder_states,
     is_encoder_decoder,
 )
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 _TYPES = ("blip", "blip-2", "git", "instructblip")
 
 _OF_IMAGES = (
-    "pixel_values",
+    *("pixel_values", "flattened_patches"),
     *("qformer_input_ids", "qformer_attention_mask"),
+    *("encoder_input_ids", "encoder_attention_mask"),
 )
-"""Names of the arguments of such classes with a row for each image. InstructBLIP's Q-Former reads
-the prompt, too."""
+"""Names of the arguments of such classes with a row for each image. InstructBLIP's Q-Former and
+some encoders read the prompt, too."""
 
 
 class ImageFeatures(Protocol):
@@ -66,10 +67,11 @@ def needs_images(config: "PretrainedConfig") -> bool:
 
 def text_alone_refusal(config: "PretrainedConfig") -> str:
     """Return why a class of which `needs_images` is true computes no text alone."""
+    reader = "encoder" if is_encoder_decoder(config) else "class"
     return (
-        f"model_type {config.model_type} does not compute text alone: its class needs an image "
-        "for each text; train with --config sft_images or lora_images, and generate "
-        "with --image"
+        f"model_type {config.model_type} does not compute text alone here: its {reader} needs an "
+        "image for each text; train with --config sft_images or lora_images, and generate with "
+        "--image"
     )
 
 
@@ -77,7 +79,7 @@ def language_side(model: "PreTrainedModel") -> "PreTrainedModel":
     """Return the part of a class that computes text without images: the class, or its language
     model."""
     if is_encoder_decoder(model.config):
-        return decoder_side(model)
+        return DecoderSide(model)
     if not needs_images(model.config):
         return model
     # InstructBLIP's has no head
@@ -116,7 +118,7 @@ def caption_inputs(
 ) -> dict[str, Tensor]:
     """Return the inputs of a class for rows of tokens (N, M), `input_ids` with `attention_mask`: an
     image for each row, from `inputs` with one for each row with text, in their order; others get
-    one of zeros. Other classes get `inputs`.
+    the first one. Other classes get `inputs`.
 
     Args:
         has_text_N: False for a row without text, which keeps one token; None: all have some.
@@ -126,15 +128,13 @@ def caption_inputs(
     ids_NM, mask_NM = inputs["input_ids"], inputs["attention_mask"]
     if has_text_N is None:
         has_text_N = mask_NM.new_ones(len(mask_NM))
-    places_R = has_text_N.nonzero().flatten().to(mask_NM.device)
-    if not len(places_R):
-        places_R = torch.zeros(1, dtype=torch.long, device=mask_NM.device)
+    n_images = max(int(has_text_N.sum()), 1)
+    index_N = (has_text_N.long().cumsum(0) - 1).clamp(min=0) * has_text_N.long()
     rows = {}
     for name in _OF_IMAGES:
         if (images := inputs.get(name)) is not None:
-            assert len(places_R) == len(images), "each text has one image"
-            empty = images.new_zeros(len(mask_NM), *images.shape[1:])
-            rows[name] = empty.index_copy(0, places_R, images)
+            assert n_images == len(images), "each text has one image"
+            rows[name] = images[index_N.to(images.device)]
     if is_encoder_decoder(model.config):
         return decoder_inputs(ids_NM, mask_NM, rows)
     return {**inputs, **rows, **without_image(model, ids_NM, mask_NM)}

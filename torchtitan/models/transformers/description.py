@@ -16,7 +16,7 @@ import torch
 
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.hugging_face_keys import CLASSIFIER
-from torchtitan.models.transformers.encoder_decoders import is_encoder_decoder
+from torchtitan.models.transformers.encoder_decoders import ENCODER_DECODERS, is_encoder_decoder
 from torchtitan.tools.errors import UserError, in_words, suggest
 
 _found = version("transformers") if importlib.util.find_spec("transformers") else "absent"
@@ -108,7 +108,8 @@ def checked_document(document: Mapping[str, object]) -> dict[str, object]:
         raise UserError(f"config.json: transformers refuses it: {in_words(error)}") from error
     if config.is_encoder_decoder and not is_encoder_decoder(config):
         raise UserError(
-            f"config.json: {config.model_type} is an encoder-decoder; only decoders train here"
+            f"config.json: {config.model_type} is an encoder-decoder; only decoders train here, "
+            f"and with images {', '.join(ENCODER_DECODERS)}"
         )
     _check_sections(kept, config)
     return kept

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchtitan.models.transformers.captions import ImageFeatures, reads_captions
 from torchtitan.models.transformers.description import forward_arguments
+from torchtitan.models.transformers.encoder_decoders import readers_of_text
 from torchtitan.protocols.attention import AttentionMetadata
 from torchtitan.protocols.images import OF_TOKENS, PLACES, TOKEN_TYPES, ImageInputs
 from torchtitan.tools.device import send
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 Part = Literal["language", "projector", "vision"]
 
 _PROJECTORS = re.compile(
-    r"(model\.|git\.)?("
+    r"(model\.(encoder\.)?|git\.)?("
     # a module next to the vision tower
     r"\w*(projector|projection|enc_to_dec_proj|connector|aligner|adapter|resampler|qformer)\w*(\.|$)|"
     r"(embed_vision|visual_embeddings_table|vision_embed_tokens|merger)\.|"
@@ -71,7 +72,8 @@ def parts_of(model: "PreTrainedModel") -> dict[Part, list[nn.Parameter]]:
     """Return the parameters of a class by part; a language model by itself has one part."""
     if is_language_model(model.config):
         return {"language": list(model.parameters())}
-    owners = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    owners = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+    owners += readers_of_text(model)
     language = _ids(owner for owner in owners if owner is not None)
     # The decoder of some classes contains the tower.
     towers = _tower_types(model.config)

@@ -1,7 +1,12 @@
 """Forms of images in texts. A new one is a class in a file of its own, and an entry here."""
 
 from torchtitan.components.images.forms.caption import CaptionForm
-from torchtitan.components.images.forms.decoder import DecoderForm
+from torchtitan.components.images.forms.decoder import (
+    DecoderForm,
+    PatchesForm,
+    PromptedDecoderForm,
+    T5Gemma2Form,
+)
 from torchtitan.components.images.forms.form import ImageForm
 from torchtitan.components.images.forms.leading import LeadingForm
 from torchtitan.components.images.forms.plain import (
@@ -19,6 +24,9 @@ FORMS: tuple[type[ImageForm], ...] = (
     CaptionForm,
     PromptedForm,
     DecoderForm,
+    PatchesForm,
+    PromptedDecoderForm,
+    T5Gemma2Form,
     RowsForm,
     WrittenForm,
     JoinedForm,
