@@ -6,7 +6,7 @@ import torch
 
 from tests.cli.test_convert import convert, hf_tensors, logits_of
 from tests.training import run, tiny_config
-from torchtitan.components.weights.merge import MergedSource, linear, ties
+from torchtitan.components.weights.merge import MergedSource, linear, slerp, ties
 from torchtitan.protocols.tensor_source import TensorSource, TensorSpec
 from torchtitan.tools.errors import UserError
 
@@ -228,6 +228,17 @@ def test_other_values_are_not_averaged():
     absent = {"0": sources["0"], "1": Counted({}, [])}
     with pytest.raises(UserError, match=r"n has the shape \[1\] in 0, and absent in 1"):
         MergedSource(absent, linear([1.0, 1.0]))
+
+
+@pytest.mark.parametrize("merge", [linear([1.0, 1.0]), slerp(0.5), ties([1.0, 1.0], 0.5)])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_values_that_are_no_numbers_are_refused(merge, wrong):
+    """A model that has diverged is named; the other is not."""
+    good, bad = torch.ones(4), torch.tensor([1.0, wrong, 2.0, 3.0])
+    sources = {"fine": Counted({"a": good}, []), "diverged": Counted({"a": bad}, [])}
+    base = Counted({"a": torch.zeros(4)}, [])
+    with pytest.raises(UserError, match="a has values that are NaN or infinite in diverged$"):
+        MergedSource(sources, merge, base=base).read("a")
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ class MergedSource(TensorSource):
         base: TensorSource | None = None,
         dtype: torch.dtype | None = None,
     ):
-        self._sources = list(sources.values())
+        self._names, self._sources = list(sources), list(sources.values())
         self._merge = merge
         self._base = base
         first_name, first = next(iter(sources.items()))
@@ -73,9 +73,17 @@ class MergedSource(TensorSource):
             return source.read(name).to(torch.float32, copy=True)  # changed in place below
 
         base = partial(read, self._base) if self._base else None
-        return as_type(
-            name, self._merge([partial(read, one) for one in self._sources], base), dtype
-        )
+        merged = self._merge([partial(read, one) for one in self._sources], base)
+        if not merged.isfinite().all():
+            read_by = {**dict(zip(self._names, self._sources, strict=True)), "--origin": self._base}
+            wrong = [
+                path
+                for path, source in read_by.items()
+                if source is not None and not source.read(name).isfinite().all()
+            ]
+            where = ", ".join(wrong) or "the merge, which overflows float32"
+            raise UserError(f"{name} has values that are NaN or infinite in {where}")
+        return as_type(name, merged, dtype)
 
 
 def linear(weights: Sequence[float]) -> Merge:
