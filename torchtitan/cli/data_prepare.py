@@ -190,6 +190,11 @@ def _classifier(examples: Sequence[str], loader: Any) -> "Classifier":
         f"{measured.accuracy:.1%} right, and {measured.ranked:.1%} of the pairs of a positive and "
         "a negative one in this order"
     )
+    if measured.ranked <= measured.by_chance:
+        logger.warning(
+            f"--classify: the order may be chance: the scores do not tell {examples[0]} from "
+            f"{examples[1]}; give other or more examples"
+        )
     return classifier
 
 

@@ -174,6 +174,15 @@ def test_scores_are_those_of_scikit_learn_alone(corpus):
     assert (scores > 0).tolist() == [True, False] * 30
 
 
+def test_a_classifier_that_tells_nothing_apart_is_told(corpus, tmp_path, capsys):
+    """The same examples as both sources, and examples of which one word tells the source."""
+    warning = "do not tell"
+    assert prepare(corpus, tmp_path / "same", "--classify", corpus["good"], corpus["good"]) == 0
+    assert warning in capsys.readouterr().err
+    assert prepare(corpus, tmp_path / "other", "--classify", corpus["good"], corpus["bad"]) == 0
+    assert warning not in capsys.readouterr().err
+
+
 def test_other_examples_or_options_are_another_preparation(corpus, tmp_path, capsys):
     options = ("--classify", corpus["good"], corpus["bad"])
     assert prepare(corpus, tmp_path / "out", *options) == 0

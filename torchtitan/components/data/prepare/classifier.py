@@ -2,6 +2,7 @@
 as in fastText (Joulin et al. 2016, arXiv:1607.01759), without hidden layer; logistic regression by
 stochastic gradient descent. Both are scikit-learn's."""
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ class Measured(NamedTuple):
     ranked: float
     """Probability that a positive example has a higher score than a negative one (area under the
     ROC curve)."""
+    by_chance: float
+    """`ranked` that 1 of 40 classifiers surpasses whose scores are random (the normal distribution
+    of Mann and Whitney's U)."""
     seconds_per_byte: float
     """Processor seconds, of hashing the examples."""
 
@@ -110,10 +114,12 @@ def train_classifier(positive: Source, negative: Source) -> Classifier:
     ).fit(all_features[~is_held_out], all_labels[~is_held_out])
     weights, bias = model.coef_[0], float(model.intercept_[0])
     scores, truth = all_features[is_held_out] @ weights + bias, all_labels[is_held_out]
+    n, m = int((truth == 1).sum()), int((truth == 0).sum())
     measured = Measured(
         len(truth),
         float(balanced_accuracy_score(truth, scores > 0)),
         float(roc_auc_score(truth, scores)),
+        0.5 + 1.96 * math.sqrt((n + m + 1) / (12 * n * m)),
         seconds / max(1, n_bytes),
     )
     return Classifier(weights, bias, measured)
