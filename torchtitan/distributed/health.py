@@ -132,9 +132,12 @@ def measure(folder: Path, device: torch.device) -> Health:
             GPU_ERRORS: int(gpu_errors) if gpu_errors.isdecimal() else 0,
             SLOWDOWN: slowdown == "Active",
         }
-    measured = gather_objects({name: {(rank,): own[name]} for name in own} | pairs)
+    of_this_rank: dict[str, dict[tuple[int, ...], float]] = {
+        **{name: {(rank,): own[name]} for name in own},
+        **pairs,
+    }
     facts: dict[str, dict[tuple[int, ...], float]] = {name: {} for name in CHECKS}
-    for of_rank in measured:
+    for of_rank in gather_objects(of_this_rank):
         for name, values in of_rank.items():
             facts[name] |= values
     now = statistics.median(facts[CLOCK].values())

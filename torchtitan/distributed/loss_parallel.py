@@ -4,13 +4,14 @@ import textwrap
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchtitan.distributed.whole_tensors import whole
+from torchtitan.tools.autograd import Saved
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.sharded import is_dtensor
 
@@ -119,7 +120,7 @@ class _LossWithGradient(torch.autograd.Function):
     `loss_parallel` context."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, compute_loss: LogitsLoss) -> Tensor:
+    def forward(ctx: Saved, logits: Tensor, labels: Tensor, compute_loss: LogitsLoss) -> Tensor:
         from torch.distributed.tensor.experimental import implicit_replication
         from torch.distributed.tensor.parallel import loss_parallel
 
@@ -132,6 +133,6 @@ class _LossWithGradient(torch.autograd.Function):
         return loss.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Saved, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * grad_outputs[0], None, None

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from torchtitan.tools.errors import RunFailure, UserError, in_words
 from torchtitan.tools.torch_private import flatten_mesh as _flatten
 from torchtitan.tools.torch_private import process_groups, set_default_timeout, set_group_timeout
 from torchtitan.tools.torch_private import split_mesh as _split
+
+T = TypeVar("T")
 
 _POLL_SECONDS = 0.05
 
@@ -325,10 +327,10 @@ def on_all_ranks(condition: bool) -> bool:
     return all(gather_objects(condition))
 
 
-def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the `value` of every process, or of each in a group, by rank."""
     if not dist.is_initialized():
         return [value]
-    gathered: list[object] = [None] * dist.get_world_size(group)
+    gathered = [value] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group)
     return gathered

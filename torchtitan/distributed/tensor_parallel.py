@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +19,7 @@ from torch.distributed.tensor import (
 
 from torchtitan.distributed.context_parallel import share_rows
 from torchtitan.distributed.whole_tensors import whole
+from torchtitan.protocols.attention import Documents
 from torchtitan.protocols.converter import converter_of
 from torchtitan.protocols.experts import LoadBalanced, StackedExperts
 from torchtitan.protocols.model import AbsentModule
@@ -54,9 +55,14 @@ class _Interface(NamedTuple):
     """Required class of the module."""
 
 
-_COLUMNS: Any = {"features": "out", "kind": nn.Linear}
-_ROWS: Any = {"features": "in", "kind": nn.Linear}
-_VOCABULARY: Any = {"features": "in", "kind": nn.Embedding}
+class _Divided(TypedDict):
+    features: Features
+    kind: type[nn.Module]
+
+
+_COLUMNS: _Divided = {"features": "out", "kind": nn.Linear}
+_ROWS: _Divided = {"features": "in", "kind": nn.Linear}
+_VOCABULARY: _Divided = {"features": "in", "kind": nn.Embedding}
 
 _INTERFACES: Mapping[TensorSharding, _Interface] = {
     "vocabulary": _Interface(Replicate(), Replicate(), output=Shard(1), **_VOCABULARY),
@@ -321,7 +327,9 @@ def apply_tensor_parallel(
 def _give_routers_own_tokens(model: nn.Module, mesh: DeviceMesh) -> None:
     """Pass to each rank's routers the documents of its own tokens, split like the hidden states."""
 
-    def take_own(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[object, ...]:
+    def take_own(
+        _: nn.Module, inputs: tuple[Tensor, Documents | None]
+    ) -> tuple[Tensor, Documents | None]:
         x_BLD, documents = inputs
         if documents is None:
             return inputs
@@ -342,8 +350,8 @@ def _count_once(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _use_full_tensors(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """Wrap the model's head so that every rank gathers DTensors and computes it on full tensors."""
     head = kwargs.get("head", compute_logits)
 

@@ -3,16 +3,17 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import Node
 
 from torchtitan.dry_run.memory_tracker import Allocation, MemoryTracker
 from torchtitan.dry_run.observer import tensors_in
 from torchtitan.dry_run.work_tracker import Work, WorkTracker
 from torchtitan.protocols.model import BaseModel
+from torchtitan.tools.autograd import Context
 from torchtitan.tools.equal_layers import facts_of, facts_of_layer
 from torchtitan.tools.sharded import is_fsdp_module
 from torchtitan.tools.torch_private import FakeTensor, like_fake_tensor, storage_references
@@ -317,12 +318,12 @@ class LayerReplay:
         return results
 
 
-class _EntryContext(FunctionCtx):
+class _EntryContext(Context, Protocol):
     replay: LayerReplay
     of_layer: tuple[Sequence[Tensor], list[_Computed]]
 
 
-class _ReplayedContext(FunctionCtx):
+class _ReplayedContext(Context, Protocol):
     replay: LayerReplay
     of_layer: tuple[_Samples, Sequence[Tensor | None]]
     twins: dict[Allocation, Allocation]

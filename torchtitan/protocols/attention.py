@@ -105,7 +105,7 @@ class AttentionMetadata:
     mask: Any = None
     """Input of the kernel that is the same in all layers with this window."""
 
-    states: dict[nn.Module, Any] | None = None
+    states: dict[nn.Module, object] | None = None
     """States of recurrent modules after the previous forward pass, which continues in this one: a
     module reads and replaces its own. None: no states are kept."""
 

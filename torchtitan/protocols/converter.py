@@ -67,6 +67,8 @@ class ModelConverter(Configurable):
     class Config(Configurable.Config):
         """A converter's options: `--model_converters.<class name in lower case>.<field>`."""
 
+        _owner: ClassVar[type["ModelConverter"]]
+
         @builds(lambda: ModelConverter)
         def build(self) -> object:
             """Build the converter."""

@@ -12,7 +12,7 @@ unlike `torch.erfinv` or `torch.log`.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchtitan.tools.errors import UserError
 
 _ATTRIBUTE = "parameter_initializers"
-Numbers = NDArray[Any]
+Numbers = NDArray[numpy.floating]
 """float32 numbers; NumPy's type hints do not know that a Python number leaves them float32."""
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -31,7 +31,7 @@ class Initializer(Protocol):
     """Map uniform random numbers between -1 and 1, rows (n, …), to the initial values of n rows.
     Several threads call this at once."""
 
-    def __call__(self, uniform: Numbers) -> NDArray[Any]: ...
+    def __call__(self, uniform: Numbers) -> Numbers: ...
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class DerivedRows:
     """Entry of `TensorSource.forms` that the other parameter must have for this part."""
 
     @torch.no_grad()
-    def __call__(self, uniform: Numbers) -> NDArray[Any]:
+    def __call__(self, uniform: Numbers) -> Numbers:
         if self.part:
             raise UserError(
                 f"the converted model keeps {self.plain} in few bits ({self.form}), which only a "

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 from tyro.conf import Suppress
@@ -46,5 +45,5 @@ class ModelSpec:
     formats: Suppress[Mapping[str, ExternalFormat]] = field(default_factory=dict)
     """Other formats of the weights: `hf` (Hugging Face), `meta`. Empty: only our own."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return {"model": self.model.to_dict(), "loss": self.loss.to_dict()}

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchtitan.components.chat_template.stops import Stops
 from torchtitan.components.checkpoint.state import kept_random_state
@@ -30,7 +30,7 @@ _OPTION = "--callbacks.answers"
 class _Prompt(NamedTuple):
     ids: list[int]
     text: str
-    row: dict[str, Any]
+    row: dict[str, object]
 
 
 class _Answer(NamedTuple):

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Protocol, Self
 
 import torch
 import tyro
@@ -447,7 +447,11 @@ def _options_of(config: Configurable.Config) -> dict[str, object]:
     return {name: value for name, value in config.to_dict().items() if not is_hidden(hints[name])}
 
 
-def _validated_parts(config: RunConfig) -> list[Any]:
+class _Validated(Protocol):
+    def validate(self) -> None: ...
+
+
+def _validated_parts(config: RunConfig) -> list[_Validated]:
     """Return the parts of a configuration that check their own values, in order."""
     return [
         config.model_spec.model,

@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from torchtitan.components.checkpoint import RandomState, list_checkpoints
 from torchtitan.distributed.connections import end_connections
@@ -37,7 +37,7 @@ class StepStart:
     n_updates: int
     versions: Sequence[int]
     counts: Mapping[str, object]
-    data: Callable[[], dict[str, Any]]
+    data: Callable[[], dict[str, object]]
     random: Mapping[str, object]
     schedule: Mapping[str, object]
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class FrozenModelTrainer(Trainer):
         """True to verify all files of a cache at the start."""
         return getattr(self.config.dataloader, "verify_caches", False)
 
-    def setting(self, model: RunModel) -> list[Any]:
+    def setting(self, model: RunModel) -> list[object]:
         """Return the settings that change the frozen model's results, besides tokens, as JSON
         values."""
         source = base_weights(model.weights)["digest"] if model.weights else self.config.debug.seed

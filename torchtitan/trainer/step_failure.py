@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torchtitan.components.data.base import Batch
 from torchtitan.distributed.parallelize import free_gathered_weights
 from torchtitan.distributed.process_group import gather_objects, is_lost_rank, world_size
 from torchtitan.protocols.output_head import Head
+from torchtitan.tools.autograd import Context
 from torchtitan.tools.errors import RunFailure, SharedError, UserError
 from torchtitan.tools.logging import logger
 from torchtitan.tools.sharded import is_dtensor
@@ -183,7 +184,9 @@ class StepFailure:
             self._keep(error, "loss")
             return _zero_loss(hidden, weight)
 
-    def _begin_pass(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _begin_pass(
+        self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[object, ...], dict[str, Any]] | None:
         if self._passes is None:
             return None
         # The head may hold large tensors, such as the states of a teacher.
@@ -237,6 +240,8 @@ class StepFailure:
             raise self.error
 
 
+T = TypeVar("T")
+
 _FORWARD = "forward"
 _BACKWARD = "backward"
 _COMPLETE = "complete"
@@ -247,8 +252,8 @@ class _Pass:
     """A pass through a model in a micro-batch."""
 
     model: nn.Module
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
     has_gradients: bool
     ends: list[tuple[GradientEdge, Callable[[], Tensor]]] = field(default_factory=list)
     """Beginnings of the backward pass, with functions that make gradients of zeros. An edge keeps
@@ -258,17 +263,21 @@ class _Pass:
         return _Pass(self.model, self.args, self.kwargs, self.has_gradients)
 
 
+class _Kept(Context, Protocol):
+    saved_tensors: tuple[Tensor | None, ...]
+
+
 class _Zero(torch.autograd.Function):
     """A loss of zero whose backward pass gives all its inputs gradients, of zeros."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Tensor | None) -> Tensor:
+    def forward(ctx: _Kept, *inputs: Tensor | None) -> Tensor:
         ctx.save_for_backward(*inputs)
         device = next(x.device for x in inputs if x is not None)
         return torch.zeros((), device=device)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> object:
+    def backward(ctx: _Kept, *gradients: Tensor) -> object:
         return tuple(x if x is None else torch.zeros_like(x) for x in ctx.saved_tensors)
 
 
@@ -303,10 +312,11 @@ def _zeros_like(x: Tensor) -> Callable[[], Tensor]:
     return make_zeros
 
 
-def _detached(arguments: object) -> Any:
+def _detached(arguments: T) -> T:
     """Return arguments without their graphs, which would stay in memory. Whether they have
     gradients stays, since it decides when FSDP sends the gradients of weights."""
-    return tree_map_only(Tensor, _without_graph, arguments)
+    detached: T = tree_map_only(Tensor, _without_graph, arguments)
+    return detached
 
 
 def _without_graph(x: Tensor) -> Tensor:

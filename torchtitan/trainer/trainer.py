@@ -1052,11 +1052,11 @@ class Trainer(Configurable):
     def use_result(self, outcome: StepResult, step: int, **progress: object) -> None:
         """Log a step's numbers if due, and tell them to spike guard, averages and loader if it was
         taken."""
-        numbers: dict[str, Any] = {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
+        numbers = {"loss": outcome.loss, "grad_norm": outcome.grad_norm}
         skipped = {"skipped_steps": self.spikes.n_skipped} if self.spikes.n_skipped else {}
         scale = {"loss_scale": self.loss_scale.value} if self.loss_scale.is_on else {}
         measured: dict[str, Any] = {**progress, **outcome.measures, **skipped, **scale}
-        self.metrics.log_step(step, **numbers, **measured)
+        self.metrics.log_step(step, loss=outcome.loss, grad_norm=outcome.grad_norm, **measured)
         statistics = self.step_statistics(step, **numbers)
         self.dataset_losses.check_step()
         if outcome.is_taken:
@@ -1151,7 +1151,7 @@ class Trainer(Configurable):
 
     # --- state and identity -----------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the loop's own state. A subclass adds the state that it needs to resume."""
         return {
             "step": self.step,

@@ -7,7 +7,7 @@ and a few passes over cached blocks.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 from torchtitan.components.losses.labels import IGNORE_INDEX
 from torchtitan.distributed.loss_parallel import VocabularyShard
 from torchtitan.protocols.output_head import LogitTransform
+from torchtitan.tools.autograd import Context
 
 BLOCK_ELEMENTS = {"cpu": 2**19}
 """Logits in float32 at a time, by type of device. On CPUs, 2 MiB of them stay in the cache."""
@@ -111,10 +112,19 @@ def chunked_loss(
     return loss, values_NK
 
 
+class _Kept(Context, Protocol):
+    saved_tensors: tuple[Tensor | None, Tensor | None]
+    weight_dtype: torch.dtype
+
+
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor | None, of_chunk: OfChunk, chunk_tokens: int
+        ctx: _Kept,
+        hidden_ND: Tensor,
+        weight_VD: Tensor | None,
+        of_chunk: OfChunk,
+        chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
         values_NK, *gradients = over_chunks(
             hidden_ND, weight_VD, of_chunk, chunk_tokens, ctx.needs_input_grad
@@ -125,7 +135,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return values_NK[:, 0].sum(), values_NK
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Kept, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         scale = grad_outputs[0]
         grad_hidden, grad_weight = ctx.saved_tensors
         # Not in place, since pipeline schedules with a split backward pass call this twice.

@@ -2,7 +2,7 @@
 losses of preference optimization, distillation and reinforcement learning."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Protocol, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,9 @@ from torchtitan.components.losses.cross_entropy import (
     labeled_rows,
     over_chunks,
 )
-from torchtitan.distributed.loss_parallel import local_shards
+from torchtitan.distributed.loss_parallel import VocabularyShard, local_shards
 from torchtitan.protocols.output_head import UNCHANGED, LogitTransform
+from torchtitan.tools.autograd import Context
 
 
 def token_log_probs(
@@ -50,22 +51,36 @@ def token_log_probs(
     if rows is not None:
         hidden_ND, labels_N = hidden_ND.index_select(0, rows), labels_N[rows]
     device_type = device_type or hidden_ND.device.type
-    options = {"device_type": device_type, "transform": transform, "shard": shard}
+    options = _Options(device_type=device_type, transform=transform, shard=shard)
     values: Tensor = _TokenLogProbs.apply(hidden_ND, weight_VD, labels_N, chunk_tokens, options)
     if rows is not None:
         values = values.new_zeros(labels_BL.numel()).index_copy(0, rows, values)
     return values.view(labels_BL.shape)
 
 
+class _Options(TypedDict):
+    """Arguments of `cross_entropy_in_blocks`."""
+
+    device_type: str
+    transform: LogitTransform
+    shard: VocabularyShard | None
+
+
+class _Kept(Context, Protocol):
+    saved_tensors: tuple[Tensor, Tensor, Tensor]
+    chunk_tokens: int
+    options: _Options
+
+
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Kept,
         hidden_ND: Tensor,
         weight_VD: Tensor,
         labels_N: Tensor,
         chunk_tokens: int,
-        options: dict[str, Any],
+        options: _Options,
     ) -> Tensor:
         """Return log-probabilities (N,); `options` are of `cross_entropy_in_blocks`."""
         ctx.save_for_backward(hidden_ND, weight_VD, labels_N)
@@ -78,7 +93,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return -over_chunks(hidden_ND, weight_VD, of_chunk, chunk_tokens, (False, False))[0]
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Kept, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, labels_N = ctx.saved_tensors
 
         def of_chunk(logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:

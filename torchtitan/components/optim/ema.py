@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchtitan.components.optim.run_sections import RunSections
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import builds
 from torchtitan.config.ranges import check_ranges
@@ -52,7 +53,7 @@ class WeightAverage(Configurable):
                 if getattr(self, option) and self.decay is None:
                     raise UserError(f"--ema.{option} needs --ema.decay, such as 0.999")
 
-        def check_run(self, run: Any) -> None:
+        def check_run(self, run: RunSections) -> None:
             """Raise `UserError` if a run, a `Trainer.Config`, never writes the averages that it
             should write."""
             if self.for_export and run.checkpoint.last_kind == "full":

@@ -25,6 +25,7 @@ from torchtitan.components.optim.kinds import (
 )
 from torchtitan.components.optim.optimizer_state import OptimizerState, allocate_moments
 from torchtitan.components.optim.rate_points import parse_points
+from torchtitan.components.optim.run_sections import RunSections
 from torchtitan.components.optim.schedule_free import ScheduleFreeAdamW
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig
 from torchtitan.config.configurable import Section, builds
@@ -168,7 +169,7 @@ class Optimizer(Configurable):
                     f"{self.name}, from which they are computed; set 0.9"
                 )
 
-        def check_run(self, run: Any) -> None:
+        def check_run(self, run: RunSections) -> None:
             """Raise `UserError` if the optimizer does not fit other sections of a run, a
             `Trainer.Config`."""
             option, kind = f"--optimizer.name {self.name}", KINDS[self.name]

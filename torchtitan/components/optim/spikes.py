@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torchtitan.components.optim.run_sections import RunSections
 from torchtitan.config import Configurable
 from torchtitan.config.configurable import builds
 from torchtitan.config.ranges import check_ranges
@@ -59,7 +60,7 @@ class SpikeGuard(Configurable):
         def validate(self) -> None:
             check_ranges("spikes", self)
 
-        def check_run(self, run: Any) -> None:
+        def check_run(self, run: RunSections) -> None:
             """Raise `UserError` if a run, a `Trainer.Config`, cannot skip steps or return to a
             checkpoint."""
             if self.threshold is not None and run.optimizer.early_step_in_backward:

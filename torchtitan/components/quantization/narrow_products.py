@@ -6,7 +6,7 @@ rounding of the result to the type of the inputs, are not.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,12 @@ from torchtitan.components.quantization.block_formats import (
     unpack_e2m1,
 )
 from torchtitan.protocols.experts import StackedExperts
+from torchtitan.tools.autograd import Context
 from torchtitan.tools.sharded import is_dtensor
 from torchtitan.tools.torch_private import FakeTensor, make_wrapper_subclass
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 
 class Products(Protocol):
@@ -239,10 +243,10 @@ def _multiply(
     return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
 
 
-def _multiply_shards(products: Products, x: Any, weight: Tensor) -> Tensor:
+def _multiply_shards(products: Products, x: Tensor, weight: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
-    assert is_dtensor(weight)
+    assert is_dtensor(x) and is_dtensor(weight)
     (of_weight,) = weight.placements
     _, of_gradient, of_y = placements_of_product(x, weight)
     group = None if of_weight.is_replicate() else weight.device_mesh.get_group()
@@ -250,14 +254,14 @@ def _multiply_shards(products: Products, x: Any, weight: Tensor) -> Tensor:
     return DTensor.from_local(y, weight.device_mesh, [of_y], run_check=False)
 
 
-def placements_of_product(x: Tensor, weight: Tensor) -> tuple[Any, Any, Any]:
+def placements_of_product(x: Tensor, weight: Tensor) -> "tuple[Placement, Placement, Placement]":
     """Return the placements of the input x, its gradient and the output of a linear layer under
     tensor parallelism, by the shard of its weight."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     assert is_dtensor(x) and is_dtensor(weight)
     (of_weight,), last = weight.placements, Shard(x.ndim - 1)
-    of_product = {
+    of_product: tuple[Placement, Placement, Placement] = {
         Shard(0): (Replicate(), Partial(), last),
         Shard(1): (last, last, Partial()),
         Replicate(): (Replicate(), Replicate(), Replicate()),
@@ -290,10 +294,16 @@ def narrow_experts(
     return experts
 
 
+class _Kept(Context, Protocol):
+    saved_tensors: tuple[Tensor, Tensor]
+    products: EmulatedProducts
+    group: ProcessGroup | None
+
+
 class _Emulated(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Kept,
         x_NI: Tensor,
         weight_OI: Tensor,
         products: EmulatedProducts,
@@ -306,7 +316,7 @@ class _Emulated(torch.autograd.Function):
         return _product(*products.forward_operands(x_NI, weight_OI, group)).to(x_NI.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Kept, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_NO,), (x_NI, weight_OI) = gradients, ctx.saved_tensors
         products, group = ctx.products, ctx.group
         if not x_NI.numel():
@@ -316,8 +326,8 @@ class _Emulated(torch.autograd.Function):
             operands = products.input_gradient_operands(gradient_NO, weight_OI, group)
             grad_x = _product(*operands).to(x_NI.dtype)
         if ctx.needs_input_grad[1]:
-            operands = products.weight_gradient_operands(gradient_NO, x_NI, group)
-            grad_weight = _product(*operands) if operands else gradient_NO.T @ x_NI
+            of_weight = products.weight_gradient_operands(gradient_NO, x_NI, group)
+            grad_weight = _product(*of_weight) if of_weight else gradient_NO.T @ x_NI
             grad_weight = grad_weight.to(weight_OI.dtype)
         return grad_x, grad_weight, None, None
 

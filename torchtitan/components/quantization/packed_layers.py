@@ -6,7 +6,7 @@ unpacked weight.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from torchtitan.protocols.initializer import (
 )
 from torchtitan.protocols.model import ConvertedModule
 from torchtitan.protocols.sharding import Features, with_features
+from torchtitan.tools.autograd import Saved
 from torchtitan.tools.device import multiplies
 from torchtitan.tools.sharded import is_dtensor
 
@@ -211,10 +212,18 @@ def _multiply(x: Tensor, form: FewBits, parts: Sequence[Tensor], bias: Tensor | 
     return y
 
 
+class _Kept(Saved, Protocol):
+    form: FewBits
+
+
+class _KeptRows(_Kept, Protocol):
+    device: str
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Kept,
         x: Tensor,
         form: FewBits,
         bias: Tensor | None,
@@ -229,7 +238,7 @@ class _Product(torch.autograd.Function):
         return F.linear(x, _unpack_for_product(form, parts, x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Kept, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         packed, *others = ctx.saved_tensors
         if torch.compiler.is_compiling():
@@ -246,14 +255,14 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_RI: Tensor, ends_E: Tensor, form: FewBits, device: str, *parts: Tensor
+        ctx: _KeptRows, rows_RI: Tensor, ends_E: Tensor, form: FewBits, device: str, *parts: Tensor
     ) -> Tensor:
         ctx.form, ctx.device = form, device
         ctx.save_for_backward(ends_E, *parts)
         return _grouped(rows_RI, ends_E, form, device, parts, is_transposed=True)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _KeptRows, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         ends_E, *parts = ctx.saved_tensors
         gradient = _grouped(
             gradients[0].contiguous(), ends_E, ctx.form, ctx.device, parts, is_transposed=False

@@ -35,7 +35,7 @@ class RewardTrainer(Trainer):
                 trains_head = isinstance(converter, LoRA.Config) and any(
                     re.search(pattern, HEAD) for pattern in converter.include
                 )
-                if converter._owner.freezes and not trains_head:  # type: ignore[attr-defined]
+                if converter._owner.freezes and not trains_head:
                     raise UserError(
                         "--model_converters would freeze the new head of a reward model; train all "
                         "weights, or use --config reward_lora, which adapts the head too"

@@ -5,14 +5,15 @@ A block's results and gradients are written to their places as soon as they are 
 temporary tensors stay in the cache, and memory grows with the number of tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from torchtitan.models.common import cpu_attention
+from torchtitan.tools.autograd import Context
 from torchtitan.tools.torch_private import cpu_attention_gradients, cpu_attention_products
 
 _FEWEST_QUERIES, _MOST_QUERIES = 64, 512
@@ -79,12 +80,14 @@ class BlockKernel(Protocol):
     def most_queries(self) -> int | None:
         """Largest number of tokens of a block; None: any."""
 
-    def results(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
+    def results(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the results, and the log-sum-exp of each query's scores if `gradients` needs it.
         Without a `mask` of the scores, 0 or -inf, attention is causal."""
 
     def gradients(
-        self, grad: Tensor, inputs: Inputs, out: Tensor, lse: Any, mask: Tensor | None
+        self, grad: Tensor, inputs: Inputs, out: Tensor, lse: Tensor | None, mask: Tensor | None
     ) -> Sequence[Tensor]:
         """Return the gradients of queries, keys and values."""
 
@@ -96,14 +99,17 @@ class Flash:
     scale: float
     most_queries: int | None = None
 
-    def results(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
+    def results(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         if mask is None and cpu_attention.supports(q):
             return cpu_attention.causal_products(q, k, v, self.scale)
         return cpu_attention_products(q, k, v, mask, self.scale)
 
     def gradients(
-        self, grad: Tensor, inputs: Inputs, out: Tensor, lse: Any, mask: Tensor | None
+        self, grad: Tensor, inputs: Inputs, out: Tensor, lse: Tensor | None, mask: Tensor | None
     ) -> Sequence[Tensor]:
+        assert lse is not None
         if mask is None and cpu_attention.supports(inputs[0]):
             return cpu_attention.causal_gradients(grad, *inputs, out, lse, self.scale)
         return cpu_attention_gradients(grad, *inputs, out, lse, mask, self.scale)
@@ -113,14 +119,16 @@ class Flash:
 class Recomputed:
     """Attention by any `products`, differentiated by autograd, which computes them again."""
 
-    products: Any
+    products: Callable[..., Tensor]
     most_queries: int | None = 128
 
-    def results(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
+    def results(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         return self._products(q, k, v, mask), None
 
     def gradients(
-        self, grad: Tensor, inputs: Inputs, out: Tensor, lse: Any, mask: Tensor | None
+        self, grad: Tensor, inputs: Inputs, out: Tensor, lse: Tensor | None, mask: Tensor | None
     ) -> Sequence[Tensor]:
         with torch.enable_grad():
             q, k, v = (x.detach().requires_grad_() for x in inputs)
@@ -160,10 +168,17 @@ def attend_in_blocks(
     return out_BHLD.transpose(1, 2).reshape(q_BLHD.shape)
 
 
+class _Kept(Context, Protocol):
+    saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]
+    kernel: BlockKernel
+    blocks: Sequence[Block]
+    window: int | None
+
+
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Kept,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -194,7 +209,7 @@ class _BlockAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Kept, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks_BHL, out, lse_BHL = ctx.saved_tensors
         (grad,) = grad_outputs
         masks = _Masks(ctx.blocks, ctx.window, q)
@@ -217,7 +232,7 @@ class _BlockAttention(torch.autograd.Function):
                 total[:, :, queries] = part[:, :, block.n_earlier :]
                 total[:, :, block.first : block.start] += part[:, :, : block.n_earlier]
         grad_sinks = None
-        if sinks_BHL is not None:
+        if sinks_BHL is not None and lse_BHL is not None:
             weights = torch.exp(sinks_BHL - lse_BHL)
             grad_sinks = (-weights * (grad * out).sum(-1)).type_as(sinks_BHL)
         return grad_q, grad_k.type_as(k), grad_v.type_as(v), grad_sinks, None, None, None

@@ -6,7 +6,7 @@ is allocated.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchtitan.models.common.feed_forward import gelu_tanh, squared_relu
 from torchtitan.protocols.experts import Exchange, StackedExperts
 from torchtitan.protocols.initializer import Constant, TruncatedNormal, with_initializers
+from torchtitan.tools.autograd import Saved
 from torchtitan.tools.device import multiplies
 
 
@@ -67,12 +68,12 @@ class _Moved(torch.autograd.Function):
     """Rows moved to other places; the gradient moves back. Both add in a fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor, back: Tensor) -> Tensor:
+    def forward(ctx: Saved, rows: Tensor, places: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
         return _take(rows, places)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Saved, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return _take(grad_outputs[0], *ctx.saved_tensors), None, None
 
 
@@ -207,7 +208,7 @@ class _OneByOne(torch.autograd.Function):
     the core's cache from the first product to the last."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, w13: Tensor, w2: Tensor, *parts: Tensor) -> Tensor:
+    def forward(ctx: Saved, x_ND: Tensor, w13: Tensor, w2: Tensor, *parts: Tensor) -> Tensor:
         pairs = Pairs(*parts)
         both_RH, out_RD = (
             x_ND.new_empty(len(pairs.token_R), size) for size in (w13.shape[1], x_ND.shape[1])
@@ -221,7 +222,7 @@ class _OneByOne(torch.autograd.Function):
         return _take(out_RD, pairs.place_NK)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Saved, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, w13, w2, both_RH, *parts = ctx.saved_tensors
         pairs, (grad_ND,) = Pairs(*parts), grad_outputs
         is_trained = zip((w13, w2), ctx.needs_input_grad[1:3], strict=True)

@@ -1,7 +1,7 @@
 """Routers choose the experts of each token, and weight their results."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torchtitan.protocols.initializer import (
     initializers_of,
     with_initializers,
 )
+from torchtitan.tools.autograd import Context
 
 
 @dataclass(kw_only=True, slots=True)
@@ -204,19 +205,25 @@ def imbalance(probabilities_BLE: Tensor, shares: Tensor) -> Tensor:
     return shares.shape[-1] * (probabilities_BLE * shares).sum()
 
 
+class _Kept(Context, Protocol):
+    saved_tensors: tuple[Tensor]
+    router: LoadBalanced
+
+
 class Observed(torch.autograd.Function):
     """Passes the weights unchanged; the backward pass adds to the totals, and adds the auxiliary
     losses' gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, weights: Tensor, losses: Tensor, totals: Tensor, router: LoadBalanced
+        ctx: _Kept, weights: Tensor, losses: Tensor, totals: Tensor, router: LoadBalanced
     ) -> Tensor:
         ctx.router = router
         ctx.save_for_backward(totals)
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Kept, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        assert ctx.router.totals is not None
         ctx.router.totals += ctx.saved_tensors[0]
         return grad_outputs[0], ctx.router.gradient_scale, None, None
