@@ -3,10 +3,12 @@
 import asyncio
 import itertools
 import json
+import math
 import sys
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -382,6 +384,82 @@ def test_wrong_results_of_an_environment_are_named(tokenizer, chat, environment,
     engine, _ = engine_of(tokenizer, chat, ["good<|im_end|>"], [])
     with pytest.raises(UserError, match=message):
         asyncio.run(play(environment, {}, engine))
+
+
+def played(tokenizer, chat, step, first="Say something.", *, per_turn=False) -> Trajectory:
+    """Return the checked trajectory of two turns, whose environment returns `first` and `step`."""
+
+    class Fixed(Environment):
+        max_turns = 2
+        rewards_per_turn = per_turn
+
+        def reset(self, row):
+            return first
+
+        def step(self, reply):
+            return step
+
+    engine, _ = engine_of(tokenizer, chat, ["good<|im_end|>"] * 2)
+    trajectory = asyncio.run(play(Fixed, {}, engine))
+    trajectory.check(engine.engine.context)
+    return trajectory
+
+
+@pytest.mark.parametrize("per_turn", [False, True])
+def test_rewards_of_steps_are_numbers_or_no_verdict(tokenizer, chat, per_turn):
+    def total(reward):
+        return played(tokenizer, chat, Step("Go on.", reward), per_turn=per_turn).total
+
+    assert [total(value) for value in (1, True, np.float32(0.5), torch.tensor(2.0))] == [2, 2, 1, 4]
+    assert total(None) is None
+    for wrong in (math.nan, -math.inf, [1.0], "1", {}, torch.ones(2), 10**400):
+        with pytest.raises(UserError, match=r"Fixed\.step returned the reward .* or None for no"):
+            total(wrong)
+
+
+@pytest.mark.parametrize("value", [None, math.nan, "1", [1.0], torch.ones(2)])
+def test_numbers_to_log_are_finite(tokenizer, chat, value):
+    with pytest.raises(UserError, match="names the number 'x'"):
+        played(tokenizer, chat, Step(is_done=True, named={"x": value}))
+    with pytest.raises(UserError, match=r"step returned named \[5\], but it must be a mapping"):
+        played(tokenizer, chat, Step(is_done=True, named=[5]))
+
+
+def test_messages_of_environments_are_read_as_those_of_data(tokenizer, chat):
+    """Parts are joined, and arguments of calls are objects, not JSON within JSON."""
+    parts = [{"type": "text", "text": "Go "}, {"type": "text", "text": "on."}]
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    first = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": call}]},
+        {"role": "tool", "tool_call_id": "1", "content": parts},
+    ]
+    step = Step({"role": "user", "content": parts})
+    text = tokenizer.decode(played(tokenizer, chat, step, first).tokens)
+    assert text.count("Go on.") == 3 and "[{" not in text
+    assert '{"name": "add", "arguments": {"a": 1}}' in text
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "tool", "content": [{"type": "image", "data": "A"}]}, "a part of type 'image'"),
+        ({"role": "tool", "content": {"a": 1}}, "the content must be text, not a"),
+        ({"role": "user", "content": None}, "has no content"),
+        ({"content": "Go on."}, "it has no role"),
+        ({"role": "king", "content": "Go on."}, "the role 'king' is unknown"),
+    ],
+)
+def test_other_messages_of_environments_are_refused(tokenizer, chat, message, words):
+    for step, first in ((Step(message), "Hi"), (Step(is_done=True), [message])):
+        with pytest.raises(UserError, match=f"environment's messages: message 1: .*{words}"):
+            played(tokenizer, chat, step, first)
+
+
+def test_an_environment_may_not_repeat_the_models_turn(tokenizer, chat):
+    messages = [Reply("good").to_message(), {"role": "user", "content": "Go on."}]
+    with pytest.raises(UserError, match=r"Fixed\.step returned a message of the assistant"):
+        played(tokenizer, chat, Step(messages))
 
 
 def test_a_class_must_be_an_environment(tmp_path):

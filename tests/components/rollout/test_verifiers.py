@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,8 @@ from torchtitan.components.rollout import Reply
 from torchtitan.tools.errors import UserError
 
 vf = pytest.importorskip("verifiers.v1", reason="pip install 'torchtitan[verifiers]'")
+
+from mcp.types import ImageContent  # noqa: E402
 
 from torchtitan.components.rollout.verifiers import TasksetEnvironment  # noqa: E402
 
@@ -23,6 +26,11 @@ class Tools(vf.Toolset):
     async def multiply(self, a: int, b: int) -> int:
         """Multiply two numbers."""
         return a * b
+
+    @vf.tool
+    async def draw(self) -> Any:
+        """Draw the product."""
+        return [ImageContent(type="image", data="iVBORw0KGgo=", mimeType="image/png")]
 
 
 class Product(vf.Task[Data, vf.State, vf.TaskConfig]):
@@ -65,13 +73,27 @@ def test_a_task_has_its_prompt_tools_rewards_and_metrics():
 
     environment, messages, result, last, unknown = asyncio.run(play())
     assert [message["role"] for message in messages] == ["system", "user"]
-    assert environment.tools[0]["function"]["name"] == "multiply"
-    assert "a" in environment.tools[0]["function"]["parameters"]["properties"]
+    tools = {tool["function"]["name"]: tool["function"] for tool in environment.tools}
+    assert tools.keys() == {"multiply", "draw"}
+    assert "a" in tools["multiply"]["parameters"]["properties"]
     assert result.message[0]["content"] == "14" and not result.is_done
     assert last.reward == 2.0 and last.is_done and last.named == {"right": 2.0, "turns": 2.0}
     assert "nothing" in unknown.message[0]["content"]
 
 
-def test_an_unknown_task_is_refused():
-    with pytest.raises(UserError, match="idx is 3, but the taskset has the tasks 0 to 2"):
-        asyncio.run(Environment().reset({"idx": 3}))
+@pytest.mark.parametrize("number", [3, -1, True, 1.0, "1", None])
+def test_an_unknown_task_is_refused(number):
+    with pytest.raises(UserError, match=f"idx is {number!r}, but the taskset has the tasks 0 to 2"):
+        asyncio.run(Environment().reset({"idx": number}))
+
+
+def test_images_of_tools_are_refused():
+    """They would be dropped, and the model would answer without them."""
+
+    async def play():
+        environment = Environment()
+        await environment.reset({"idx": 2})
+        await environment.step(Reply("", tool_calls=[Call("abcdefghi", "draw", "{}")]))
+
+    with pytest.raises(UserError, match="the tool draw of Product returned a part of type 'image'"):
+        asyncio.run(play())

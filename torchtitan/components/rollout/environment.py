@@ -4,8 +4,10 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from torchtitan.components.data.finetuning.conversation import normalize
 from torchtitan.components.rollout.chat import Message, Reply, Tools
-from torchtitan.tools.errors import UserError
+from torchtitan.components.rollout.trajectory import is_finite
+from torchtitan.tools.errors import UserError, errors_of
 
 T = TypeVar("T")
 
@@ -19,7 +21,8 @@ class Step:
 
     message: Messages = None
     """Text of the user, or messages, such as one of the role `tool` for each call."""
-    reward: float = 0.0
+    reward: float | None = 0.0
+    """None: no verdict on the trajectory."""
     is_done: bool = False
     """True if the turn was the last one; no message follows."""
     named: Mapping[str, float] = field(default_factory=dict)
@@ -52,19 +55,36 @@ class Environment:
 
 
 def messages_of(messages: Messages) -> list[Message]:
-    """Return a list of messages. Raise `UserError` for a value of another type."""
+    """Return a list of messages in the form that templates read: parts of text joined, and
+    arguments of calls as objects. Raise `UserError` for a value of another type, and messages that
+    are not text, such as images."""
     if messages is None:
         return []
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
-    if isinstance(messages, Mapping):
-        return [messages]
-    if isinstance(messages, Sequence) and all(isinstance(one, Mapping) for one in messages):
-        return [*messages]
-    raise UserError(
-        "an environment's messages must be a text, a message, a list of messages or None, "
-        f"not {messages!r:.60}"
-    )
+    every = [messages] if isinstance(messages, Mapping) else messages
+    if not isinstance(every, Sequence) or not all(isinstance(one, Mapping) for one in every):
+        raise UserError(
+            "an environment's messages must be a text, a message, a list of messages or None, "
+            f"not {messages!r:.60}"
+        )
+    with errors_of("an environment's messages"):
+        return [*normalize([dict(one) for one in every]).messages] if every else []
+
+
+def checked_step(step: object, name: str) -> Step:
+    """Return what `step` of an environment has returned. Raise `UserError`, with the environment's
+    name, unless it is a `Step` whose reward is a finite number, or None."""
+    if not isinstance(step, Step):
+        raise UserError(f"{name}.step must return a Step, not {step!r:.60}")
+    if step.reward is not None and not is_finite(step.reward):
+        raise UserError(
+            f"{name}.step returned the reward {step.reward!r:.60}, but must return a finite "
+            "number, or None for no verdict"
+        )
+    if not isinstance(step.named, Mapping):
+        raise UserError(f"{name}.step returned named {step.named!r:.60}, but it must be a mapping")
+    return step
 
 
 async def result_of(value: Awaitable[T] | T) -> T:

@@ -14,7 +14,12 @@ from torchtitan.components.generation import Engine, Generation, Sampling, TextW
 from torchtitan.components.generation.experts import Experts, merged_experts
 from torchtitan.components.images.files import ImageFile
 from torchtitan.components.rollout.chat import Chat, Message, Reply, Tools
-from torchtitan.components.rollout.environment import Environment, Step, messages_of, result_of
+from torchtitan.components.rollout.environment import (
+    Environment,
+    checked_step,
+    messages_of,
+    result_of,
+)
 from torchtitan.components.rollout.rewards import Rating, Rewards, Text
 from torchtitan.components.rollout.trajectory import Group, Overlong, Trajectory
 from torchtitan.components.rollout.vllm import VLLMEngine
@@ -340,7 +345,7 @@ async def play(
     elif engine.rewards.names:
         text = engine.decode(trajectory.tokens[trajectory.n_prompt :])
         rated = await engine.rate(text, row)
-        trajectory.reward = None if rated is None else reward + rated
+        trajectory.reward = None if rated is None or reward is None else reward + rated
     return trajectory
 
 
@@ -349,17 +354,19 @@ async def _play(
     row: Mapping[str, object],
     engine: RolloutEngine,
     trajectory: Trajectory,
-) -> float:
-    """Append the tokens of all turns, and return the reward of the whole."""
+) -> float | None:
+    """Append the tokens of all turns, and return the reward of the whole; None without a
+    verdict."""
+    name = type(environment).__name__
     beginning = messages_of(await result_of(environment.reset(row)))
     tools = environment.tools
     if tools and not beginning:
         raise UserError(
-            f"{type(environment).__name__}.reset returned no messages, but it has tools, which the "
+            f"{name}.reset returned no messages, but it has tools, which the "
             "template writes with the first ones; return the prompt's messages"
         )
     trajectory.append(engine.encode(beginning, tools) if beginning else engine.prompt)
-    reward = 0.0
+    reward, has_verdict = 0.0, True
     for number in range(environment.max_turns):
         try:
             turn = await engine.generate(
@@ -370,21 +377,25 @@ async def _play(
         except ContextFull:
             break
         trajectory.append(turn.ids, turn.logprobs)
-        step = await result_of(environment.step(engine.read(turn, tools)))
-        if not isinstance(step, Step):
-            raise UserError(
-                f"{type(environment).__name__}.step must return a Step, not {step!r:.60}"
-            )
-        if environment.rewards_per_turn:
-            trajectory.reward_turn(step.reward)
+        result = await result_of(environment.step(engine.read(turn, tools)))
+        step = checked_step(result, name)
+        if step.reward is None:
+            has_verdict = False
+        elif environment.rewards_per_turn:
+            trajectory.reward_turn(float(step.reward))
         else:
-            reward += step.reward
+            reward += float(step.reward)
         trajectory.named |= step.named
         if step.is_done or number + 1 == environment.max_turns:
             break
         messages = messages_of(step.message)
+        if any(message["role"] == "assistant" for message in messages):
+            raise UserError(
+                f"{name}.step returned a message of the assistant; return only what follows the "
+                "model's turn, which stays as it was sampled"
+            )
         trajectory.append(engine.following(turn, messages, tools))
-    return reward
+    return reward if has_verdict else None
 
 
 def log_completions(

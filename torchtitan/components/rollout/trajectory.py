@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -82,15 +82,16 @@ class Trajectory:
             self.token_rewards = {n: r for n, r in self.token_rewards.items() if n < most}
 
     def check(self, most: int) -> None:
-        """Raise `UserError` if it cannot be trained or packed, or has more than `most` tokens."""
+        """Raise `UserError` if it cannot be trained, packed or logged, or has more than `most`
+        tokens."""
         lengths = [len(self.tokens), len(self.logprobs), len(self.loss_mask)]
-        rewards = [*self.token_rewards.values(), self.reward or 0.0]
+        rewards = [*self.token_rewards.values(), 0.0 if self.reward is None else self.reward]
         if (
             len(set(lengths)) > 1
             or lengths[0] < 2
             or not (any(self.loss_mask[1:]) or self.reward is None)
             or lengths[0] > most
-            or not all(map(math.isfinite, rewards))
+            or not all(map(is_finite, rewards))
         ):
             found = (
                 f"{lengths} tokens, logprobs and elements of loss_mask, {sum(self.loss_mask)} of "
@@ -98,12 +99,27 @@ class Trajectory:
             )
             needed = f"it needs equal numbers, from 2 to {most}, and a finite reward"
             raise UserError(f"a trajectory has {found}, and the reward {self.reward}; {needed}")
+        for name, value in self.named.items():
+            if not is_finite(value):
+                raise UserError(
+                    f"a trajectory names the number {name!r} {value!r:.60}, which must be finite"
+                )
         unsampled = [n for n in self.token_rewards if not (0 <= n < lengths[0] and self.trained[n])]
         if unsampled and self.reward is not None:
             raise UserError(
                 f"a trajectory has a reward at the token {unsampled[0]}, which the model did not "
                 "sample; set it at a token whose loss_mask is true"
             )
+
+
+def is_finite(value: object) -> bool:
+    """Return whether a value is one finite number, of any type but text."""
+    if isinstance(value, str | bytes):
+        return False
+    try:
+        return math.isfinite(float(cast(Any, value)))
+    except Exception:  # of any class, as the value
+        return False
 
 
 Group = list[Trajectory]  # of one prompt

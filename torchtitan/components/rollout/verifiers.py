@@ -40,7 +40,7 @@ class TasksetEnvironment(Environment):
             self._tasks[type(self)] = list(self.make_taskset())
         tasks = self._tasks[type(self)]
         number = row.get("idx")
-        if not isinstance(number, int) or not 0 <= number < len(tasks):
+        if type(number) is not int or not 0 <= number < len(tasks):
             raise UserError(
                 f"idx is {number!r}, but the taskset has the tasks 0 to {len(tasks) - 1}"
             )
@@ -81,8 +81,14 @@ class TasksetEnvironment(Environment):
             result = await self._server.call_tool(name, arguments)
         except ToolError as error:  # the model's mistake, which it reads
             return str(error)
-        content = getattr(result, "content", result)
-        return "\n".join(part.text for part in content if hasattr(part, "text"))
+        parts = getattr(result, "content", result)
+        if others := [part for part in parts if not isinstance(getattr(part, "text", None), str)]:
+            kind = getattr(others[0], "type", type(others[0]).__name__)
+            raise UserError(
+                f"the tool {name} of {type(self._task).__name__} returned a part of type {kind!r}; "
+                "only text is read here"
+            )
+        return "\n".join(part.text for part in parts)
 
     def _add(self, message: Mapping[str, object], *, is_sampled: bool) -> None:
         from verifiers.v1.dialects import parse_message
