@@ -32,8 +32,8 @@ TEMPLATE = """{%- for tool in tools %}
 {%- for message in messages %}
 {{ message.role }}: {{ message.content }}{{ message.tool_calls | default([]) | tojson }}
 {%- endfor %}"""
-TOOLS = [{"type": "function", "function": {"name": "café", "description": "is a < b?"}}]
-CALL = {"type": "function", "function": {"name": "café", "arguments": {"b": "it's", "a": 1}}}
+TOOLS = [{"type": "function", "function": {"name": "Chloé", "description": "is a < b?"}}]
+CALL = {"type": "function", "function": {"name": "Chloé", "arguments": {"b": "it's", "a": 1}}}
 MESSAGES = [
     {"role": "user", "content": "1 < 2?"},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -44,7 +44,7 @@ alone = environment.from_string(TEMPLATE).render(messages=MESSAGES, tools=TOOLS)
 print(f"jinja2:\n{alone}\ntransformers:\n{text}")
 for part in (TOOLS[0], [CALL]):
     assert json.dumps(part, ensure_ascii=False) in text
-assert r'{"function": {"description": "is a \u003c b?", "name": "caf\u00e9"}, "type": ' in alone
+assert r'{"function": {"description": "is a \u003c b?", "name": "Chlo\u00e9"}, "type": ' in alone
 assert r'"arguments": {"a": 1, "b": "it\u0027s"}' in alone
 plain = [{"role": "user", "content": "1 < 2? it's é"}]
 words = "{% for message in messages %}{{ message.content }}{% endfor %}"
