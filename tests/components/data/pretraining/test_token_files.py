@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import torchtitan
 from tests.components.data.helpers import (
     open_tokens,
     raises,
@@ -48,6 +49,13 @@ def write_megatron(path: Path, documents, dtype="uint16", sequences_per_document
     return str(path)
 
 
+def write_datatrove(path: Path, documents, dtype="uint16") -> str:
+    """Write `.ds` and `.ds.index` by the layout of datatrove 0.10.1."""
+    np.concatenate(documents).astype(dtype).tofile(path)
+    np.cumsum([len(ids) for ids in documents]).astype(np.uint64).tofile(f"{path}.index")
+    return str(path)
+
+
 def write_llm_c(path: Path, documents, magic=20240520, dtype="uint16") -> str:
     ids = np.concatenate(documents).astype(dtype)
     path.write_bytes(np.array([magic, 1, len(ids), *[0] * 253], np.int32).tobytes() + ids.tobytes())
@@ -70,6 +78,13 @@ def batches(dataset, tokenizer, tmp_path, **options):
 WRITERS = {
     "megatron": lambda folder, ids: write_megatron(folder / "data", ids),
     "megatron, sequences": lambda folder, ids: write_megatron(folder / "data", ids, "int32", 3),
+    "datatrove": lambda folder, ids: write_datatrove(folder / "data.ds", ids),
+    "datatrove, 32 bits": lambda folder, ids: (
+        write_datatrove(folder / "0_shuffled.ds", ids[:9], "uint32")
+        and (folder / "0_shuffled.ds.metadata").write_text("tokenizer.json|4\n9\n9.0 T")
+        and write_datatrove(folder / "1_shuffled.ds", ids[9:], "uint32")
+        and str(folder)
+    ),
     "llm.c": lambda folder, ids: write_llm_c(folder / "data.bin", ids),
     "llm.c, 32 bits": lambda folder, ids: write_llm_c(folder / "data.bin", ids, 20240801, "uint32"),
     "nanoGPT": lambda folder, ids: write_raw(folder / "data.bin", ids),
@@ -183,6 +198,22 @@ def test_file_written_by_datatrove(documents, tokenizer, tmp_path):
     assert split_documents(tokens) == documents
 
 
+def test_tokens_written_by_datatrove(tokenizer, tmp_path):
+    tokens_of = pytest.importorskip(
+        "datatrove.pipeline.tokens.tokenizer", reason="needs datatrove"
+    ).DocumentTokenizer
+    from datatrove.data import Document
+
+    vocabulary = Path(torchtitan.__file__).parent / "assets" / "tokenizer" / "tokenizer.json"
+    step = tokens_of(str(tmp_path / "out"), str(vocabulary), seed=1)
+    step.run((Document(text=text, id=text) for text in TEXTS), rank=0, world_size=1)
+    expected = [tokenizer.encode(text, add_bos=True, add_eos=False) for text in TEXTS]
+    for dataset in (tmp_path / "out", tmp_path / "out" / "*.ds"):
+        assert sorted(split_documents(open_tokens(str(dataset), tokenizer, tmp_path))) == sorted(
+            expected
+        )
+
+
 def test_another_position_and_content(documents, tokenizer, tmp_path):
     path = write_raw(tmp_path / "a.npy", documents)
     loader, read = batches(path, tokenizer, tmp_path)
@@ -216,6 +247,26 @@ class TestErrors:
             open_tokens(dataset, tokenizer, tmp_path)
         index.write_bytes(b"something else")
         with raises("is not a Megatron index"):
+            open_tokens(dataset, tokenizer, tmp_path)
+
+    def test_index_of_datatrove(self, documents, tokenizer, tmp_path):
+        dataset = write_datatrove(tmp_path / "a.ds", documents)
+        index = tmp_path / "a.ds.index"
+        ends = np.fromfile(index, np.uint64)
+        for wrong, problem in (
+            (ends[:-1], "which does not fit the"),
+            (ends * 2, "which does not fit the"),
+            (ends[:0], "which does not fit the 0 tokens"),
+            (ends[::-1], "does not divide its file into documents"),
+        ):
+            wrong.tofile(index)
+            with raises(problem):
+                open_tokens(dataset, tokenizer, tmp_path)
+        index.write_bytes(b"abc")
+        with raises(f"{dataset} cannot be read: buffer size"):
+            open_tokens(dataset, tokenizer, tmp_path)
+        index.unlink()
+        with raises("a.ds has no a.ds.index, which says where its documents end"):
             open_tokens(dataset, tokenizer, tmp_path)
 
     def test_index_without_tokens(self, documents, tokenizer, tmp_path):
@@ -390,11 +441,12 @@ def test_any_changed_token_is_another_dataset(place, tokenizer, tmp_path):
     assert set(found()).isdisjoint(before)
 
 
-@pytest.mark.parametrize("index", ["data.idx", "index.json"])
+@pytest.mark.parametrize("index", ["data.idx", "index.json", "data.bin.index"])
 def test_a_changed_index_is_another_dataset(index, documents, tokenizer, tmp_path):
     dataset = write_megatron(tmp_path / "data", documents)
     config = PretrainDataLoader.Config(dataset=[dataset], cache_dir=str(tmp_path / "cache"))
-    (tmp_path / "index.json").write_text("{}")
+    for name in ("index.json", "data.bin.index"):
+        (tmp_path / name).write_text("{}")
     before = config.identity()
     with (tmp_path / index).open("ab") as file:
         file.write(b" ")

@@ -1,8 +1,9 @@
-"""Token files of other programs, read as they are: Megatron's `.bin` with `.idx`, litdata's folders
-of chunks, llm.c's and nanoGPT's `.bin`, and OLMo's `.npy`.
+"""Token files of other programs, read as they are: Megatron's `.bin` with `.idx`, datatrove's and
+nanotron's `.ds` with `.ds.index`, litdata's folders of chunks, llm.c's and nanoGPT's `.bin`, and
+OLMo's `.npy`.
 
-Megatron's and litdata's files have an index of documents. The other formats mark documents by the
-EOS token, before or after each.
+Megatron's, datatrove's and litdata's files have an index of documents. The other formats mark
+documents by the EOS token, before or after each.
 """
 
 import glob
@@ -28,7 +29,7 @@ from torchtitan.tools.errors import UserError
 from torchtitan.tools.files import named_file, open_regular, read_regular, regular_file
 from torchtitan.tools.progress import progress
 
-_SUFFIXES = (".bin", ".npy")
+_SUFFIXES = (".bin", ".npy", ".ds")
 _LITDATA_INDEX = "index.json"
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 """Magic, version, code of the type, sequences, and entries of the document index."""
@@ -122,7 +123,9 @@ def open_token_files(paths: Sequence[Path], tokenizer: Tokenizer, cache_dir: str
 def files_digest(paths: Sequence[Path], cache_dir: str = "") -> str:
     """Return a digest of the content of the files and of their indexes."""
     indexes = {
-        index for path in paths for index in (path.with_suffix(".idx"), path.parent / "index.json")
+        index
+        for path in paths
+        for index in (path.with_suffix(".idx"), path.parent / "index.json", _datatrove_index(path))
     }
     files = [*paths, *sorted(index for index in indexes if index.is_file())]
     return digest_of([file_digest(cache_root(cache_dir), path) for path in files])
@@ -135,6 +138,8 @@ def _inspect(path: Path, tokenizer: Tokenizer, chunk: LitdataChunk | None) -> To
             return _litdata(path, chunk["chunk_size"], chunk["dim"])
         if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
             return _megatron(path, path.with_suffix(".idx"))
+        if path.suffix == ".ds":
+            return _datatrove(path, _datatrove_index(path))
         with open_regular(path) as file:
             head = file.read(_LLM_C_HEADER)
         if head.startswith(b"\x93NUMPY"):
@@ -242,6 +247,34 @@ def _megatron_offsets(index: Path, n_sequences: int, n_entries: int, file: Token
             f"{index} does not divide {file.path} into documents; write both files again"
         )
     return starts[entries]
+
+
+def _datatrove_index(path: Path) -> Path:
+    return path.with_name(f"{path.name}.index")
+
+
+def _datatrove(path: Path, index: Path) -> TokenFile:
+    """Open tokens of 2 or 4 bytes, as the last end in the index tells."""
+    if not index.is_file():
+        raise UserError(f"{path} has no {index.name}, which says where its documents end")
+    n_tokens, size = int(_datatrove_offsets(index)[-1]), path.stat().st_size
+    item_bytes = size // n_tokens if n_tokens else 2
+    if item_bytes not in (2, 4) or item_bytes * n_tokens != size:
+        raise UserError(
+            f"{path} ends at byte {size:,}, which does not fit the {n_tokens:,} tokens of {index}"
+        )
+    dtype = f"uint{8 * item_bytes}"
+    return TokenFile(path, dtype, read_offsets=lambda _: _datatrove_offsets(index))
+
+
+def _datatrove_offsets(index: Path) -> Array:
+    """Read the end of each document in tokens."""
+    with open_regular(index) as opened:
+        ends = np.frombuffer(opened.read(), "<u8").astype(np.int64)
+    offsets = np.append(0, ends)
+    if (np.diff(offsets) < 0).any():
+        raise UserError(f"{index} does not divide its file into documents; write both files again")
+    return offsets
 
 
 def _litdata_chunks(folder: Path) -> dict[str, LitdataChunk]:
