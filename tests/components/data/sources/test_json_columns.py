@@ -292,3 +292,16 @@ def test_text_that_only_metadata_calls_json(tmp_path):
         == list(expected)
         == [{"a": '{"a": 1}'}]
     )
+
+
+@pytest.mark.parametrize("kind", [pyarrow.float16(), pyarrow.float32()])
+def test_short_floats_have_their_own_digits(kind, tmp_path):
+    """The text of an answer is 0.1, not the digits of the double that pyarrow makes of it."""
+    answers = [0.1, 2.5, 1e-5, -0.0, float("inf"), None]
+    columns = {"answer": pyarrow.array(answers, kind), "vector": [[0.5]] * 6}
+    columns["object"] = pyarrow.array([{"x": 0.3}] * 6, pyarrow.struct([("x", kind)]))
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    rows = [row.values for row in rows_at(tmp_path / "a.parquet")]
+    assert [str(row["answer"]) for row in rows] == list(map(str, answers))
+    assert rows[0]["object"] == {"x": 0.3} and rows[0]["vector"] == [0.5]
+    assert columns["answer"].to_pylist()[0] != 0.1

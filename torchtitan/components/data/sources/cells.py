@@ -1,4 +1,4 @@
-"""Cells of Arrow tables as the values that `datasets` returns.
+"""Cells of Arrow tables as the values that `datasets` returns, except floats of 16 and 32 bits.
 
 `datasets` stores a column of type `Json`, or such a part of a column, as JSON text of Arrow's type
 `arrow.json`. Arrow files keep this type in their schema, and parquet files in the column's logical
@@ -64,6 +64,8 @@ def _reader(kind: "pyarrow.DataType", feature: object) -> CellReader | None:
         return _reader(kind.storage_type, None)
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         return _reader(kind.value_type, feature)
+    if types.is_float16(kind) or types.is_float32(kind):
+        return partial(_read_short_float, kind.to_pandas_dtype())
     if types.is_struct(kind):
         fields = feature if isinstance(feature, dict) else {}
         return partial(
@@ -73,6 +75,8 @@ def _reader(kind: "pyarrow.DataType", feature: object) -> CellReader | None:
     if types.is_map(kind):
         return _if_any(_read_pairs, _reader(kind.key_type, None), _reader(kind.item_type, None))
     if _is_list(kind):
+        if types.is_floating(kind.value_type):  # long vectors, which are no text
+            return None
         return _if_any(_read_list, _reader(kind.value_type, _of_items(feature)))
     return None
 
@@ -117,6 +121,12 @@ def _decoder() -> CellReader:
         return decode(text)
 
     return read
+
+
+def _read_short_float(dtype: Callable[[float], object], cell: float | None) -> float | None:
+    """Return the number with the fewest digits that a float of 16 or 32 bits stands for: 0.1, not
+    0.10000000149011612, which would become the text of an answer."""
+    return None if cell is None else float(str(dtype(cell)))
 
 
 def _read_object(
