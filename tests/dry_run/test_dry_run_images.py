@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.test_caption_images import write_model
+from tests.models.test_encoder_decoders import write_model as write_encoder_decoder
 from tests.tiny_vision import vision_folder
 from torchtitan.components.images.loader import ImageDataLoader
 from torchtitan.components.images.processor import ImageProcessor
@@ -126,6 +127,26 @@ def test_classes_that_need_an_image_are_counted(
     assert whole.executed_flops - text.executed_flops == expected
     assert recomputed.executed_flops > whole.executed_flops
     assert recomputed.saved_bytes < whole.saved_bytes
+
+
+@pytest.mark.slow
+def test_images_of_an_encoder_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each 64 tokens, since it has no tokens of its own."""
+    from transformers import AutoModelForImageTextToText
+
+    folder = write_encoder_decoder("trocr", tmp_path / "trocr")
+    whole = report(folder, tmp_path)
+    monkeypatch.setattr(ImageDataLoader.Config, "blank_images", lambda *_: None)
+    text = report(folder, tmp_path)
+    tokenizer = PretrainedTokenizer.Config().build(path=str(folder))
+    images = white_images(ImageProcessor.from_folder(folder, tokenizer), 2 * SEQ_LEN)
+    assert images.n_images == 2 * SEQ_LEN // 64
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter:
+        states = model.train().encoder(**images.tensors).last_hidden_state
+        model.enc_to_dec_proj(states).sum().backward()
+    n_batches = 2
+    assert whole.executed_flops - text.executed_flops == n_batches * counter.get_total_flops()
 
 
 @pytest.mark.slow

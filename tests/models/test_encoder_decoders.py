@@ -44,6 +44,9 @@ from tests.tiny_vision import (
 from tests.training import ABSENT, killed_in, read_metrics, run, train
 from tests.vision_types_of_decoders import DECODER_TYPES
 from torchtitan.components.images.files import ImageOpener
+from torchtitan.components.images.forms.decoder import DecoderForm
+from torchtitan.components.images.processor import ImageProcessor
+from torchtitan.components.tokenizer import PretrainedTokenizer
 from torchtitan.experiments.reward.rating import RewardModel
 from torchtitan.models.transformers.model import TransformersModel
 from torchtitan.protocols.attention import AttentionMetadata
@@ -230,6 +233,25 @@ def test_prompts_that_an_encoder_cannot_read_are_refused(
     rows = write_rows(images[0], [prompt], "refused.jsonl", ["x"])
     with pytest.raises(UserError, match=message):
         train(tmp_path, **options(folders("florence2"), rows), dataloader__broken="error")
+
+
+def test_a_folder_may_name_no_processor(
+    folders: Callable[[str], Path], images: tuple[Path, list[Image.Image]], tmp_path: Path
+) -> None:
+    """Transformers has none for the type: any image processor with any tokenizer. A padding token
+    that ends answers cannot stand for an image, too."""
+    folder = shutil.copytree(folders("trocr"), tmp_path / "trocr")
+    (folder / "processor_config.json").unlink()
+    tokenizer = PretrainedTokenizer.Config().build(path=str(folder))
+    form = ImageProcessor.from_folder(folder, tokenizer).form
+    assert isinstance(form, DecoderForm) and form.opened.name == "TrOCRProcessor"
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"pad_token": END}
+    del settings["mask_token"]
+    path.write_text(json.dumps(settings))
+    tokenizer = PretrainedTokenizer.Config().build(path=str(folder))
+    with pytest.raises(UserError, match="'<.im_end.>' stands for an image here and ends answers"):
+        ImageProcessor.from_folder(folder, tokenizer)
 
 
 def test_texts_of_one_token_have_their_image() -> None:

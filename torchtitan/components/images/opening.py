@@ -31,6 +31,10 @@ OPTIONAL_CONFIGS = ("video_preprocessor_config.json",)
 """Files that describe a processor. Either of the first ones is needed; newer versions of
 transformers write both processors into processor_config.json."""
 
+_OF_TYPES = {"vision-encoder-decoder": "TrOCRProcessor"}
+"""Type of models that transformers has no processor for → the class of any image processor and
+tokenizer."""
+
 _UNFIT = {
     "ShieldGemma2Processor": "asks questions of its own about each image, whatever the text is"
 }
@@ -90,8 +94,9 @@ def _processor_class(folder: Path) -> "type[ProcessorMixin]":
     documents = [read_object(folder / name) for name in (*CONFIGS, "tokenizer_config.json")]
     names = [document["processor_class"] for document in documents if "processor_class" in document]
     model_type = str(read_object(folder / "config.json").get("model_type"))
-    if not names and (of_type := processing_auto.PROCESSOR_MAPPING_NAMES.get(model_type)):
-        names = [of_type]
+    known = {**processing_auto.PROCESSOR_MAPPING_NAMES, **_OF_TYPES}
+    if not names and model_type in known:
+        names = [known[model_type]]
     if not names:
         raise UserError(
             f"'{folder}' names no processor_class, and transformers has none for its model_type "

@@ -35,14 +35,17 @@ ROWS_OF_STREAM = 256
 WHITE_SIZE = 512
 """Width and height of the images of a dry run, in pixels."""
 
+TEXT_LENGTH = 64
+"""Tokens of a text of a dry run after an image without tokens of its own."""
+
 
 def white_images(processor: ImageProcessor, n_tokens: int) -> ImageInputs:
     """Return white images of `WHITE_SIZE` x `WHITE_SIZE` pixels: as many as fit into `n_tokens`
-    tokens, at least one."""
+    tokens, at least one. An image without tokens of its own has a text of `TEXT_LENGTH` tokens."""
     from PIL import Image
 
     [ids] = processor.expansions([(WHITE_SIZE, WHITE_SIZE)])
-    n_images = max(1, n_tokens // len(ids))
+    n_images = max(1, n_tokens // (len(ids) if len(ids) > 1 else TEXT_LENGTH))
     images = [Image.new("RGB", (WHITE_SIZE, WHITE_SIZE), "white")] * n_images
     return ImageReader(processor).inputs([images], torch.tensor([ids * n_images]))
 

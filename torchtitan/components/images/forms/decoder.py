@@ -28,6 +28,11 @@ class DecoderForm(CaptionForm):
     def __init__(self, opened: Opened, token: str):
         tokenizer = opened.processor.tokenizer
         super().__init__(opened, tokenizer.mask_token or tokenizer.pad_token or "")
+        if self.token_id == self.eos_id:
+            raise UserError(
+                f"{opened.name}: {self.token!r} stands for an image here and ends answers; name a "
+                "token that no answer has as mask_token in tokenizer_config.json"
+            )
         encoder = getattr(self.config, "encoder", None)
         self._is_donut = "donut" in getattr(encoder, "model_type", "")
         self.identity = (*self.image_tokens, self._is_donut)
