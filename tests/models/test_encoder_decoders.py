@@ -280,6 +280,20 @@ def test_texts_of_one_token_have_their_image() -> None:
                 torch.testing.assert_close(logits[row : row + 1, : row * 2 - 1], expected)
 
 
+def test_answers_may_have_special_tokens(
+    folders: Callable[[str], Path], images: tuple[Path, list[Image.Image]], tmp_path: Path
+) -> None:
+    """Such as those of Donut's fields."""
+    folder = folders("donut")
+    root, opened = images
+    prompts, answers = ["<s_task>"] * 2, ["<s_task>a cat<s_task>", "x"]
+    rows = write_rows(root, prompts, "fields.jsonl", answers)
+    loss = class_of(folder)(**inputs_of("donut", folder, prompts, answers, opened[:2])).loss
+    train(tmp_path, **options(folder, rows) | {"training__local_batch_size": 2})
+    [(_, ours)] = read_metrics(tmp_path, "loss")
+    assert ours == pytest.approx(float(loss.detach()), rel=1e-5)
+
+
 def greedy(model: Any, pixels: Any, ids: list[int], n_new: int) -> list[int]:
     """Return the most probable tokens after a prompt, by the class alone."""
     found = list(ids)
@@ -496,6 +510,14 @@ def test_text_alone_is_refused(folders: Callable[[str], Path], tmp_path: Path) -
         train(tmp_path / "run", **options(folders("trocr"), rows) | more)
 
 
+@pytest.mark.parametrize("name", ["decoder_layerdrop", "encoder_layerdrop"])
+def test_ranks_that_drop_other_layers_are_refused(name: str) -> None:
+    document = json.loads(vision_model("florence2").config.to_json_string(use_diff=False))
+    document["text_config"][name] = 0.1
+    with pytest.raises(UserError, match=f"{name} is above 0, but each rank would drop other"):
+        TransformersModel.Config.of(document).validate()
+
+
 def test_a_trained_prompt_is_refused(
     folders: Callable[[str], Path], images: tuple[Path, list[Image.Image]], tmp_path: Path
 ) -> None:
@@ -521,7 +543,8 @@ def test_two_ranks_change_nothing(
     more = {"training__local_batch_size": 1, "training__global_batch_size": 4}
     more |= {"training__epochs": 2, "training__steps": ABSENT}
     [model] = train(tmp_path / "one", **options(folder, rows) | more).model_parts
-    assert model.vision_layers()
+    blocks = set(model.blocks().values())
+    assert set(model.vision_layers()) < blocks <= set(model.units())
     more |= {"parallelism__data_parallel_shard_degree": 2}
     run_processes(train_rank, 2, tmp_path / "two", folder, rows, more)
     expected = read_metrics(tmp_path / "one", "loss", "grad_norm")

@@ -30,7 +30,7 @@ from torchtitan.models.transformers.context import ClassAttention
 from torchtitan.models.transformers.cross_attention import cross_attention_layers
 from torchtitan.models.transformers.decoder_cache import DecoderCache, has_decoder_cache
 from torchtitan.models.transformers.description import build_class, class_of
-from torchtitan.models.transformers.encoder_decoders import is_encoder_decoder
+from torchtitan.models.transformers.encoder_decoders import is_encoder_decoder, readers_of_text
 from torchtitan.models.transformers.experts import (
     even_experts,
     fused_experts,
@@ -131,11 +131,15 @@ class TransformersModel(BaseModel):
                     "config.json: label_smoothing is above 0, which the loss here does not have; "
                     "set 0"
                 )
-            if getattr(text, "layerdrop", 0):
-                raise UserError(
-                    "config.json: layerdrop is above 0, but each rank would drop other layers; set "
-                    "0"
-                )
+            dropped = ["layerdrop"]
+            if is_encoder_decoder(whole):
+                dropped += ["decoder_layerdrop", "encoder_layerdrop"]
+            for name in dropped:
+                if getattr(text, name, 0):
+                    raise UserError(
+                        f"config.json: {name} is above 0, but each rank would drop other layers; "
+                        "set 0"
+                    )
             if self.dim != text.hidden_size:
                 raise UserError(
                     f"--model.dim is {self.dim}, but the hidden_size in config.json is "
@@ -308,7 +312,8 @@ class TransformersModel(BaseModel):
         units = [block for block in blocks if shared.isdisjoint(block.parameters())]
         if self.config.reads_images:
             # Other modules may run on some ranks only; their weights belong to the model's unit.
-            decoder = set(self.model.get_decoder().modules())
+            language = [self.model.get_decoder(), *readers_of_text(self.model)]
+            decoder = {module for part in language for module in part.modules()}
             decoder -= set(cross_attention_layers(self.model))
             units = [block for block in units if block in decoder]
             units = [*dict.fromkeys([*self.vision_layers(), *units])]  # GIT's decoder has both
