@@ -372,6 +372,45 @@ def test_a_choice_of_tools_is_kept(hermes, stories_tokenizer, monkeypatch):
     assert ask(hermes, CHAT, tool_choice=named, **fields).status_code == 400
 
 
+def test_a_call_without_content_can_be_sent_back(hermes, stories_tokenizer, monkeypatch):
+    """Its content is null, as OpenAI's; Qwen 3's template takes neither null nor its absence."""
+    Scripted(monkeypatch, stories_tokenizer, REPLY.replace("Ok.\n", ""))
+    [choice] = choices(hermes, CHAT, tools=[TOOL], temperature=1)
+    message = choice["message"]
+    assert message["content"] is None
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "two"}
+    Scripted(monkeypatch, stories_tokenizer, "2")
+    [choice] = choices(
+        hermes, CHAT, messages=[*MESSAGES, message, result], tools=[TOOL], temperature=1
+    )
+    assert choice["message"]["content"] == "2"
+
+
+def test_a_reply_has_one_call_if_parallel_ones_are_off(hermes, stories_tokenizer, monkeypatch):
+    call = REPLY.partition("Ok.")[2]
+    for is_on, number in ((True, 2), (False, 1)):
+        fields = {"tools": [TOOL], "temperature": 1, "parallel_tool_calls": is_on}
+        Scripted(monkeypatch, stories_tokenizer, REPLY + call)
+        [choice] = choices(hermes, CHAT, **fields)
+        assert len(choice["message"]["tool_calls"]) == number
+        assert choice["finish_reason"] == "tool_calls"
+        Scripted(monkeypatch, stories_tokenizer, REPLY + call)
+        deltas = [part["choices"][0]["delta"] for part in events(hermes, CHAT, **fields)]
+        assert len([delta for delta in deltas if "tool_calls" in delta]) == number
+
+
+def test_developers_are_the_system_of_templates_without_them(hermes, client):
+    def n_tokens(client, role):
+        messages = [{"role": role, "content": "Be brief."}, *MESSAGES]
+        answer = ask(client, CHAT, messages=messages, max_tokens=1)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["usage"]["prompt_tokens"]
+
+    assert n_tokens(hermes, "developer") == n_tokens(hermes, "system")
+    # chatml writes any role
+    assert n_tokens(client, "developer") != n_tokens(client, "system")
+
+
 def test_nulls_in_schemas_of_tools_are_kept():
     """As pydantic writes optional arguments; nulls outside of schemas are absent fields."""
     argument = {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None}

@@ -15,6 +15,7 @@ from torchtitan.components.chat_template.stops import (
     Stops,
     trial_conversations,
 )
+from torchtitan.components.data.finetuning.histories import render_history
 from torchtitan.components.generation import TextWriter
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError
@@ -74,9 +75,8 @@ class Chat:
         if tools and self.format.unread_calls and not self._is_told:
             self._is_told = True
             logger.warning("%s", self.format.unread_calls)
-        return self._encode(
-            self._template.render(messages, tools=tools or None, add_generation_prompt=True)
-        )
+        every = [dict(message) for message in messages]
+        return self._encode(render_history(self._template, every, tools=tools or None))
 
     def read(self, prompt: Sequence[int], ids: Sequence[int], tools: Tools = ()) -> Reply:
         """Return the parts of a sampled turn. Calls are read if there are tools, or the template

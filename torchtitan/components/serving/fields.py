@@ -32,7 +32,6 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "logit_bias": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True,),
     "prediction": (),
     "presence_penalty": (0,),
     "reasoning_effort": (),

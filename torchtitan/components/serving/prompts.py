@@ -4,12 +4,14 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.chat_template.replies import Reader, ReplyFormat
 from torchtitan.components.chat_template.stops import Stops
+from torchtitan.components.data.finetuning.histories import render_history
 from torchtitan.components.data.finetuning.losses import is_written
 from torchtitan.components.generation import start_id, stop_ids
 from torchtitan.components.serving.errors import RequestError
@@ -203,6 +205,12 @@ class Preparer:
         template = self.template
         assert template is not None
         conversation = request.conversation
+        messages = [
+            {**message, "role": "system"}
+            if message["role"] == "developer" and not self._writes_developers
+            else message
+            for message in conversation.messages
+        ]
         for name in request.options:
             if name not in template.option_names:
                 known = ", ".join(template.option_names) or "none"
@@ -212,7 +220,7 @@ class Preparer:
                     param="chat_template_kwargs",
                     code="unsupported_field",
                 )
-        self._check_keys(conversation.messages)
+        self._check_keys(messages)
         # With tool_choice none, the model does not see the tools.
         tools = conversation.tools if request.tool_choice != "none" else None
         if tools and not template.reads("tools"):
@@ -223,13 +231,22 @@ class Preparer:
                 code="unsupported_field",
             )
         try:
-            text = template.render(
-                conversation.messages, tools=tools, add_generation_prompt=True, **request.options
-            )
+            text = render_history(template, messages, tools=tools, **request.options)
         except UserError as error:
             raise RequestError(str(error), param="messages", code="invalid_value") from None
-        self._check_written(text, conversation.messages, tools)
+        self._check_written(text, messages, tools)
         return text
+
+    @cached_property
+    def _writes_developers(self) -> bool:
+        """True if the template has a place for developers, OpenAI's later name of the system."""
+        assert self.template is not None
+        words = "Answer in rhymes."
+        trial = [{"role": "developer", "content": words}, {"role": "user", "content": "Hi."}]
+        try:
+            return words in self.template.render(trial, add_generation_prompt=True)
+        except UserError:
+            return False
 
     def _check_keys(self, messages: Sequence[dict[str, Any]]) -> None:
         """Raise `RequestError` for a key of a message that asks for something and that the template

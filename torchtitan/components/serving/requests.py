@@ -83,6 +83,8 @@ class ChatRequest(Request):
     """Function that must be called; empty: any."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the chat template."""
+    has_parallel_calls: bool = True
+    """False to answer with one call at most."""
 
 
 def completion_request(body: Mapping[str, object]) -> CompletionRequest:
@@ -121,6 +123,7 @@ def chat_request(body: Mapping[str, object]) -> ChatRequest:
         tool_choice=tool_choice,
         function=function,
         options=options,
+        has_parallel_calls=fields.flag("parallel_tool_calls", True),
         max_tokens=_chat_tokens(fields),
         logprobs=logprobs,
         n_top=n_top or 0,

@@ -257,6 +257,9 @@ class ChatAnswer(_Answer):
         pieces = [reader.push(update.text)]
         if update.finish_reason is not None:
             pieces.append(reader.finish())
+        if not self._request.has_parallel_calls:
+            for piece in pieces:
+                del piece.calls[1:]
         return pieces
 
     @staticmethod
