@@ -3,7 +3,7 @@ itself, on what its processor makes of the same images and texts."""
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -430,9 +430,9 @@ def test_sampled_answers_have_the_probabilities_of_the_class(
     assert seen == {0, 1, 2}
 
 
-def pairs_of(model_type: str, root: Path) -> Path:
+def pairs_of(prompts: Sequence[str], answers: Sequence[str], root: Path) -> Path:
     """Write pairs of answers, of which the second is the same."""
-    numbered = enumerate(zip(PROMPTS[model_type], ANSWERS, strict=True))
+    numbered = enumerate(zip(prompts, answers, strict=True))
     rows: list[dict[str, Any]] = [
         {"prompt": prompt, "chosen": answer, "rejected": "No.", "image": f"{number}.png"}
         for number, (prompt, answer) in numbered
@@ -467,7 +467,7 @@ def test_preferences_equal_those_of_the_class(
     more = {"module": "preference", "config": "dpo_images", "training__max_norm": "inf"}
     more |= {"training__local_batch_size": 3, "loss__beta": 0.3}
     more |= {"reference__path": tmp_path / "reference"}
-    train(tmp_path / "run", **options(folder, pairs_of(model_type, root)) | more)
+    train(tmp_path / "run", **options(folder, pairs_of(PROMPTS[model_type], ANSWERS, root)) | more)
     [(_, loss, grad_norm)] = read_metrics(tmp_path / "run", "loss", "grad_norm")
     assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
     assert grad_norm == pytest.approx(norm(gradients), rel=1e-5)
@@ -560,12 +560,14 @@ def test_rewards_equal_those_of_the_class(
     images: tuple[Path, list[Image.Image]],
     tmp_path: Path,
 ) -> None:
-    """Of a run from a random score, and the rewards of that."""
+    """Of a run from a random score, and the rewards of that. Several line breaks are one token of
+    the tokenizer, but not those of a prompt and its answer."""
     from transformers import AutoModelForImageTextToText
 
     folder = write_scores(shutil.copytree(folders(model_type), tmp_path / model_type))
     root, opened = images
-    prompts = PROMPTS[model_type]
+    prompts, answers = list(PROMPTS[model_type]), [*ANSWERS[:2], "\n\n b"]
+    prompts[2] += "\n"
     model = Scores(folder, AutoModelForImageTextToText).train()
 
     def score(number: int, answer: str) -> torch.Tensor:
@@ -577,19 +579,19 @@ def test_rewards_equal_those_of_the_class(
         inputs["decoder_input_ids"] = torch.cat((ids, labels[:, -1:]), dim=1)
         return F.linear(model.model(**inputs).logits[0, -1], model.score)[0].double()
 
-    pairs = [(score(n, answer), score(n, "No.")) for n, answer in enumerate(ANSWERS)]
+    pairs = [(score(n, answer), score(n, "No.")) for n, answer in enumerate(answers)]
     expected = -torch.stack([F.logsigmoid(chosen - other) for chosen, other in pairs]).mean()
     expected.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     more = {"module": "reward", "config": "bradley_terry_images", "training__max_norm": "inf"}
     more |= {"training__local_batch_size": 3, "metrics__enable_tensorboard": False}
-    rows = pairs_of(model_type, root)
+    rows = pairs_of(prompts, answers, root)
     train(tmp_path / "run", **options(folder, rows) | more)
     [(_, loss, grad_norm)] = read_metrics(tmp_path / "run", "loss", "grad_norm")
     assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
     assert grad_norm == pytest.approx(norm(gradients), rel=1e-4)
     given = [json.loads(line) for line in rows.read_text().splitlines()]
     rated = RewardModel(str(folder), with_images=True)(
-        prompts, ANSWERS, given, [[ImageOpener(root).open(row["image"])] for row in given]
+        prompts, answers, given, [[ImageOpener(root).open(row["image"])] for row in given]
     )
     assert rated == pytest.approx([float(chosen) for chosen, _ in pairs], rel=1e-5, abs=1e-5)

@@ -94,7 +94,7 @@ def _processor_class(folder: Path) -> "type[ProcessorMixin]":
     documents = [read_object(folder / name) for name in (*CONFIGS, "tokenizer_config.json")]
     names = [document["processor_class"] for document in documents if "processor_class" in document]
     model_type = str(read_object(folder / "config.json").get("model_type"))
-    known = {**processing_auto.PROCESSOR_MAPPING_NAMES, **_OF_TYPES}
+    known = {**_OF_TYPES, **processing_auto.PROCESSOR_MAPPING_NAMES}
     if not names and model_type in known:
         names = [known[model_type]]
     if not names:

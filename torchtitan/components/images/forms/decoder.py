@@ -18,9 +18,9 @@ _START = "decoder_start_token_id"
 
 
 class DecoderForm(CaptionForm):
-    """Texts of one token that stands for the image, a prompt, if the decoder reads one, and an
-    answer. The first token becomes the one that starts the decoder: the class shifts labels by it.
-    """
+    """Texts of one token that stands for the image, a prompt, EOS, and an answer. The first token
+    becomes the one that starts the decoder: the class shifts labels by it. EOS only keeps the
+    tokens of the prompt and the answer apart, and may be left out."""
 
     names = {"DonutProcessor", "NougatProcessor", "TrOCRProcessor"}
     reads_prompts = True
@@ -60,8 +60,18 @@ class DecoderForm(CaptionForm):
 
     def with_prompt(self, images: Sequence[ImageFile], ids: Sequence[int]) -> Sequence[ImageFile]:
         """Return the images with the prompt, by which `kept` finds it."""
-        text = self.opened.tokenizer.decode([one for one in ids if one != self.token_id])
+        text = self._text([one for one in ids if one != self.token_id])
         return [image._replace(prompt=text) for image in images]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """Return the text of a prompt without the EOS at its end."""
+        return self.opened.tokenizer.decode(ids[:-1] if self._is_ended(ids) else ids)
+
+    def _is_ended(self, ids: Sequence[int]) -> bool:
+        return len(ids) > 0 and ids[-1] == self.eos_id
+
+    def token_types(self, ids: np.ndarray) -> np.ndarray:
+        return np.zeros(ids.shape, np.int64)  # the encoder has those of the image
 
     def kept(
         self, ids: np.ndarray, trained: np.ndarray | None, images: Sequence[ImageFile]
@@ -69,12 +79,13 @@ class DecoderForm(CaptionForm):
         stop = len(ids)
         if trained is not None and trained.any():
             stop = int(trained.argmax())
-            if self.opened.tokenizer.decode(ids[1:stop].tolist()) != images[0].prompt:
+            if self._text(ids[1:stop].tolist()) != images[0].prompt:
                 raise BrokenSample(
                     "this model is trained on an answer after its whole prompt; use a chat "
                     "template that writes both in this order, and train on the assistant only"
                 )
-        return self.without_prompt(np.arange(len(ids)), stop)
+        end = stop - self._is_ended(ids[1:stop].tolist())
+        return self.without_prompt(np.delete(np.arange(len(ids)), np.s_[end:stop]), end)
 
     def without_prompt(self, places: np.ndarray, stop: int) -> np.ndarray:
         """Return those of the places of a text's tokens that the decoder reads. Its prompt ends
