@@ -68,7 +68,9 @@ def test_runs_are_fitted_checked_and_not_repeated(words, trained, capsys):
     [
         (["--dataloader.weights", "1", "2"], "is chosen for each run; set --around"),
         (["--around", "1", "0", "1"], "must have 3 weights above 0"),
-        (["--runs", "4"], "--runs is 4, but must be at least 5 for 3 datasets"),
+        (["--runs", "4"], "--runs is 4, but must be from 5 to 10,000 for 3 datasets"),
+        (["--runs", "1000000000"], "--runs is 1000000000, but must be from 5 to 10,000"),
+        (["--held_out_runs", "20000"], "--held_out_runs is 20000, but must be from 0 to 10,000"),
         (["--budget", "1e9"], "--budget is chosen for each run"),
         (["--dataloader.dataset", "stories"], "a mixture needs several datasets"),
         (["--validator.dataset"], "--validator.dataset is empty; name held-out text"),

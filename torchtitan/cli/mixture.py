@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Mixture = tuple[int, ...]
 
 _WEIGHTS = "--dataloader.weights"
+_MOST_RUNS = 10_000
+"""Far above the 512 of RegMix (arXiv:2407.01492)."""
 
 
 def mixture(args: Sequence[str]) -> int:
@@ -68,10 +70,10 @@ def _search(options: argparse.Namespace, words: list[str]) -> int:
         raise UserError(
             "--validator.dataset is empty; name held-out text, whose loss the mixture shall lower"
         )
-    require(options.held_out_runs >= 0, "--held_out_runs", options.held_out_runs, "at least 0")
-    least = len(names) + 2
-    enough = f"at least {least} for {len(names)} datasets"
-    require(options.runs >= least, "--runs", options.runs, enough)
+    held_out, least = options.held_out_runs, len(names) + 2
+    require(0 <= held_out <= _MOST_RUNS, "--held_out_runs", held_out, f"from 0 to {_MOST_RUNS:,}")
+    enough = f"from {least} to {_MOST_RUNS:,} for {len(names)} datasets"
+    require(least <= options.runs <= _MOST_RUNS, "--runs", options.runs, enough)
     mixtures = draw_mixtures(around, options.runs + options.held_out_runs)
 
     def run_of(shares: Mixture) -> SmallRun:

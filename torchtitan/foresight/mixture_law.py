@@ -22,8 +22,8 @@ _LEAST_STRENGTH, _MOST_STRENGTH = 0.1, 5.0
 """Strengths of the Dirichlet distributions; the lowest strengths give mixtures of nearly one source
 (arXiv:2407.01492, appendix)."""
 
-_MOST_DRAWS = 200
-"""Draws for each mixture: two sources have only 101 mixtures in percent."""
+_MOST_DRAWS = 20_000
+"""Draws in a row that find no new mixture: two sources have only 101 in percent."""
 
 _CANDIDATES = 100_000
 _BEST = 100
@@ -38,10 +38,13 @@ def draw_mixtures(around: Sequence[float], n: int, seed: int = 0) -> list[tuple[
     shares = numpy.array(around) / sum(around)
     found = {_in_percent(shares): None}
     random = numpy.random.default_rng(seed)
-    for _ in range(_MOST_DRAWS * n):
-        if len(found) >= n:
-            return list(found)
-        found[_in_percent(_draw(random, shares, 1)[0])] = None
+    n_known = 0
+    while len(found) < n and n_known < _MOST_DRAWS:
+        mixture = _in_percent(_draw(random, shares, 1)[0])
+        n_known = n_known + 1 if mixture in found else 0
+        found[mixture] = None
+    if len(found) >= n:
+        return list(found)
     weights = " ".join(f"{weight:g}" for weight in around)
     raise UserError(
         f"{n} different mixtures in whole percent were not found around {weights}, only "
