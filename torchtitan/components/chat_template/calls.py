@@ -17,6 +17,9 @@ from torchtitan.components.chat_template.literals import LiteralError, Literals,
 Schemas = Mapping[str, Mapping[str, object]]
 """Name of a function → JSON schema of its arguments, empty if it has none."""
 
+Arguments = tuple[Mapping[str, object], int]
+"""Arguments of a call, and the place after them in the text."""
+
 SEPARATORS = " \t\r\n,;[]"
 """Characters between calls."""
 
@@ -39,7 +42,7 @@ class Call(NamedTuple):
         return {"id": self.id, "type": "function", "function": function}
 
 
-def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, object]]:
     """Return the schemas of tools in the form of OpenAI's API."""
     functions = [tool["function"] for tool in tools]
     return {function["name"]: function.get("parameters") or {} for function in functions}
@@ -144,10 +147,10 @@ class JsonArguments:
     def markup(self) -> str:
         return ""
 
-    def read(self, text: str, at: int, schema: Mapping[str, object]) -> tuple[Any, int] | None:
+    def read(self, text: str, at: int, schema: Mapping[str, object]) -> Arguments | None:
         """Return arguments and their end."""
-        found = decoded(text, at)
-        return found if found and isinstance(found[0], dict) else None
+        arguments, end = decoded(text, at) or (None, at)
+        return (arguments, end) if isinstance(arguments, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +167,12 @@ class KeyedArguments:
     def markup(self) -> str:
         return "".join((self.before_key, self.after_key, self.after_value, self.after_arguments))
 
-    def read(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[Any, int] | None:
+    def read(self, text: str, at: int, schema: Mapping[str, Any]) -> Arguments | None:
         """Return arguments and their end. A value ends at its closing mark if another argument, or
         the end of the call, follows; so it may contain marks."""
         properties = _properties(schema)
         pattern = self._pattern()
-        arguments = {}
+        arguments: dict[str, object] = {}
         while match := pattern.match(text, at):
             arguments[match["key"]] = typed(match["value"], properties.get(match["key"]), schema)
             at = match.end()
@@ -197,7 +200,7 @@ class LiteralArguments:
     def markup(self) -> str:
         return self.literals.quote
 
-    def read(self, text: str, at: int, schema: Mapping[str, object]) -> tuple[Any, int] | None:
+    def read(self, text: str, at: int, schema: Mapping[str, object]) -> Arguments | None:
         """Return arguments and their end."""
         try:
             return self.literals.pairs(text, at, self.closing)

@@ -3,7 +3,7 @@
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import jinja2
 import jinja2.compiler
@@ -24,6 +24,9 @@ from torchtitan.components.chat_template.placeholders import (
     parts_of,
 )
 from torchtitan.components.chat_template.recordings import Recording
+
+if TYPE_CHECKING:
+    from jinja2.compiler import CodeGenerator, Frame
 
 _TEXT_FILTERS: dict[str, Callable[..., str]] = {
     "lower": str.lower,
@@ -47,7 +50,9 @@ _FALSE_TESTS = (
 class _Compiler(jinja2.compiler.CodeGenerator):
     """Compiler that does not convert what a template writes to `str`."""
 
-    def _output_child_pre(self, node: nodes.Expr, frame: Any, finalize: Any) -> None:
+    def _output_child_pre(
+        self, node: nodes.Expr, frame: "Frame", finalize: "CodeGenerator._FinalizeInfo"
+    ) -> None:
         if frame.eval_ctx.volatile or frame.eval_ctx.autoescape:
             super()._output_child_pre(node, frame, finalize)  # it refuses placeholders
             return
@@ -63,10 +68,10 @@ class _RecordingSandbox(sandbox.Sandbox):
     concat = staticmethod(concatenated)
 
     @staticmethod
-    def written(value: object) -> Any:
+    def written(value: object) -> "Text | str":
         return value if isinstance(value, Text) else str(value)
 
-    def getattr(self, obj: object, attribute: str) -> Any:
+    def getattr(self, obj: object, attribute: str) -> object:
         if not isinstance(obj, Text):
             return super().getattr(obj, attribute)
         if attribute in (*MADE, *ASKED, *DIVIDING):

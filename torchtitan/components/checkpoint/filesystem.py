@@ -10,13 +10,16 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, in_words
 from torchtitan.tools.files import MOST_JSON_BYTES, is_url, open_regular
 from torchtitan.tools.logging import logger
 from torchtitan.tools.redact import HIDDEN, hide_credentials_of
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 DCP_METADATA = ".metadata"
 """File that torch.distributed.checkpoint (DCP) writes last."""
@@ -86,7 +89,7 @@ def is_lasting(error: BaseException) -> bool:
     return is_lasting(cause) if cause and is_telling else type(error) in _LASTING
 
 
-def check_access(url: str, store: Any, path: str) -> None:
+def check_access(url: str, store: "AbstractFileSystem", path: str) -> None:
     """Raise `StoreError` if a store does not answer, or refuses access to a path, which may be
     missing. fsspec's HTTP store lists nothing then."""
     try:
@@ -353,7 +356,7 @@ class RemoteFolder:
                 self.write(name, (Path(temporary) / name).read_bytes())
 
     @contextlib.contextmanager
-    def _store(self) -> Iterator[tuple[Any, str]]:
+    def _store(self) -> Iterator[tuple["AbstractFileSystem", str]]:
         """Yield fsspec's file system and the folder's path in it. The cache is cleared, since other
         processes change the store. Errors of the store's library become `StoreError`s, except for
         what a caller may expect."""
@@ -367,7 +370,7 @@ class RemoteFolder:
             raise StoreError.of(self.url, error) from error
 
 
-def open_store(url: str) -> tuple[Any, str]:
+def open_store(url: str) -> tuple["AbstractFileSystem", str]:
     """Return fsspec's file system and the path in it, for a URL or a local path. Raise `UserError`
     if no installed library opens the URL, or the store does not answer."""
     from fsspec.core import url_to_fs

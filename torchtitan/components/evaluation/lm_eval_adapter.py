@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy
 import torch
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
+from lm_eval.api.task import Task
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
@@ -41,11 +43,11 @@ class TorchtitanLM(LM):
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
 
-    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         pairs = encode_pairs(self.tokenizer, [request.args for request in requests])
         return [(score.logprob, score.is_greedy) for score in self.scorer.score(pairs)]
 
-    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
         start, size = start_id(self.tokenizer), self.scorer.max_seq_len
         windows = []
         for request in requests:
@@ -57,7 +59,7 @@ class TorchtitanLM(LM):
         scores = iter(self.scorer.score(list(itertools.chain(*windows))))
         return [sum(next(scores).logprob for _ in text_windows) for text_windows in windows]
 
-    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+    def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         same_options: dict[str, list[int]] = {}  # each batch uses one set of options
         for index, request in enumerate(requests):
             same_options.setdefault(repr(request.args[1]), []).append(index)
@@ -77,7 +79,7 @@ class TorchtitanLM(LM):
                 advance(len(batch) * share.count)
         return share.gather(texts)
 
-    def _generate(self, contexts: Sequence[str], options: dict[str, Any]) -> list[str]:
+    def _generate(self, contexts: Sequence[str], options: Mapping[str, Any]) -> list[str]:
         until = options.get("until") or []
         stop = [until] if isinstance(until, str) else until
         new_tokens = int(options.get("max_gen_toks", _MAX_NEW_TOKENS))
@@ -169,7 +171,7 @@ class HarnessTasks:
                 bootstrap_iters=_BOOTSTRAPS if with_stderr else 0,
             )
         assert results is not None, "every rank of a model has the rank 0 of lm-eval"
-        found: dict[str, dict[str, Any]] = {
+        found: dict[str, dict[str, object]] = {
             name: dict(numbers) for name, numbers in results["results"].items()
         }
         for name, numbers in found.items():
@@ -203,7 +205,7 @@ def _check(name: str, task: object) -> None:
         raise UserError(f"task {name} has images or audio; only tasks of text are supported")
 
 
-def _centered(task: Any, numbers: Mapping[str, Any]) -> float | None:
+def _centered(task: Task, numbers: Mapping[str, Any]) -> float | None:
     """Return the centered accuracy of a task: of the choice with the highest probability, or of
     greedy texts, which chance never writes."""
     kind = task.OUTPUT_TYPE
@@ -223,7 +225,7 @@ def _centered(task: Any, numbers: Mapping[str, Any]) -> float | None:
     return centered(accuracy, chance)
 
 
-def _n_examples(task: Any) -> int:
+def _n_examples(task: Task) -> int:
     return len({instance.doc_id for instance in task.instances})
 
 
@@ -245,7 +247,7 @@ def _seeded() -> Iterator[None]:
         yield
 
 
-def _sampling(options: dict[str, Any]) -> Sampling:
+def _sampling(options: Mapping[str, Any]) -> Sampling:
     if not options.get("do_sample", False):
         return Sampling()
     top_k = options.get("top_k") or None  # in transformers, 0 means all

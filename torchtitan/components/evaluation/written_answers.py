@@ -2,10 +2,9 @@
 scored."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torchtitan.components.chat_template import ChatTemplate
 from torchtitan.components.data.finetuning.chat_encoding import ChatEncoder
@@ -17,7 +16,7 @@ from torchtitan.components.images.processor import ImageProcessor
 from torchtitan.components.images.reader import ImageReader
 from torchtitan.components.rollout.answers import final_answer, numbers_of
 from torchtitan.components.rollout.chat import Chat, Reply
-from torchtitan.components.rollout.exact_numbers import same_numbers
+from torchtitan.components.rollout.exact_numbers import Number, same_numbers
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.tools.errors import UserError, errors_of
 
@@ -72,7 +71,7 @@ def _plain(text: str) -> str:
     return " ".join(text.split()).removesuffix(".").rstrip().casefold()
 
 
-def _same(answer: str) -> Any:
+def _same(answer: str) -> Callable[[str], bool]:
     return lambda reference: _plain(reference) == _plain(answer)
 
 
@@ -80,7 +79,7 @@ def _has(answer: str, reference: str) -> bool:
     return bool(re.search(rf"(?<!\w){re.escape(_plain(reference))}(?!\w)", _plain(answer)))
 
 
-def _numbers(references: Sequence[str]) -> Iterator[Any]:
+def _numbers(references: Sequence[str]) -> Iterator[tuple[Number, ...]]:
     return filter(None, (numbers_of(final_answer(reference)) for reference in references))
 
 
@@ -130,7 +129,9 @@ class AnswerWriter:
                 [self._reply(question, folder, advance) for question in questions]
             )
 
-    async def _reply(self, question: Question, folder: Path, advance: Any) -> Reply:
+    async def _reply(
+        self, question: Question, folder: Path, advance: Callable[[int], object]
+    ) -> Reply:
         with errors_of(question.where):
             prompt, images = encode_question(
                 question, folder, self._encoder, self._tokenizer, self._processor

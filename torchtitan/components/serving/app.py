@@ -4,12 +4,11 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -70,7 +69,7 @@ class ServedModel:
     """More fields of its entry in `/v1/models`, such as its checkpoint."""
 
 
-Endpoint = Callable[[HTTPRequest], Any]
+Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
 
 
 def create_app(
@@ -163,8 +162,7 @@ class _Server:
 
         async def checked(request: HTTPRequest) -> Response:
             self._check_key(request)
-            response: Response = await endpoint(request)
-            return response
+            return await endpoint(request)
 
         return self.answered(checked)
 
@@ -175,7 +173,7 @@ class _Server:
             self._start()
             try:
                 self._check_host(request)
-                response: Response = await endpoint(request)
+                response = await endpoint(request)
             except RequestError as error:
                 response = _answer_error(error)
             except ClientDisconnect:

@@ -22,7 +22,7 @@ HARMLESS = frozenset(
 )
 """Fields that change nothing in an answer; accepted with any value."""
 
-NEUTRAL: Mapping[str, Sequence[Any]] = {
+NEUTRAL: Mapping[str, Sequence[object]] = {
     "audio": (),
     "best_of": (1,),
     "frequency_penalty": (0,),
@@ -66,7 +66,7 @@ def _constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, object]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     known = dict(pairs)
     if len(known) < len(pairs):
         numbers = Counter(key for key, _ in pairs)
@@ -101,7 +101,7 @@ class Fields:
     absent or null, and raises `RequestError`, which names the field, for any other type or a value
     out of range. `finish` refuses fields that no method has read."""
 
-    def __init__(self, body: Mapping[str, Any]):
+    def __init__(self, body: Mapping[str, object]):
         self._body = {name: value for name, value in body.items() if value is not None}
         self._read: set[str] = set()
 

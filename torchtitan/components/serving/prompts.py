@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -267,7 +267,10 @@ class Preparer:
                 )
 
     def _check_written(
-        self, text: str, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None
+        self,
+        text: str,
+        messages: Sequence[dict[str, object]],
+        tools: Sequence[Mapping[str, Any]] | None,
     ) -> None:
         """Raise `RequestError` if the template omits a message that it should show."""
         assert self.template is not None

@@ -2,14 +2,14 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torchtitan.components.chat_template.parts import Piece
 from torchtitan.components.serving.jobs import Entry, FinishReason, Job, Update
 from torchtitan.components.serving.prompts import Prepared
-from torchtitan.components.serving.requests import ChatRequest, CompletionRequest
+from torchtitan.components.serving.requests import ChatRequest, CompletionRequest, Request
 from torchtitan.components.tokenizer import Tokenizer
 
 _LOWEST = -9999.0  # JSON has no infinity
@@ -61,7 +61,7 @@ class _Answer:
     whole: ClassVar[str]
     part: ClassVar[str]
 
-    def __init__(self, request: Any, prepared: Prepared, texts: TokenTexts):
+    def __init__(self, request: Request, prepared: Prepared, texts: TokenTexts):
         self._request = request
         self._prepared = prepared
         self._token_texts = texts
@@ -83,7 +83,7 @@ class _Answer:
     def streams(self) -> bool:
         return bool(self._request.stream)
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, object]:
         """Return the numbers of tokens. A prompt counts once, however many choices it has."""
         n_prompt = self._prepared.n_prompt_tokens
         return {
@@ -96,7 +96,7 @@ class _Answer:
         """Add an update, for `to_dict`."""
         raise NotImplementedError
 
-    def chunks(self, update: Update) -> list[dict[str, Any]]:
+    def chunks(self, update: Update) -> list[dict[str, object]]:
         """Return the parts of a stream for an update."""
         raise NotImplementedError
 
@@ -110,7 +110,7 @@ class _Answer:
         """Return the parts before all choices."""
         return []
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the whole answer."""
         choices = [self._whole_choice(index) for index in range(len(self._choices))]
         return self._document(self.whole, choices, usage=self.usage())
@@ -118,7 +118,7 @@ class _Answer:
     def _whole_choice(self, index: int) -> dict[str, object]:
         raise NotImplementedError
 
-    def _document(self, kind: str, choices: Sequence[Any], **more: Any) -> dict[str, object]:
+    def _document(self, kind: str, choices: Sequence[object], **more: object) -> dict[str, object]:
         return {
             "id": self._id,
             "object": kind,
@@ -128,7 +128,7 @@ class _Answer:
             **more,
         }
 
-    def _part(self, choice: dict[str, Any]) -> dict[str, object]:
+    def _part(self, choice: dict[str, object]) -> dict[str, object]:
         usage = {"usage": None} if self._request.include_usage else {}
         return self._document(self.part, [choice], **usage)
 
@@ -158,7 +158,7 @@ class CompletionAnswer(_Answer):
         choice.entries += update.entries
         choice.finish_reason = update.finish_reason
 
-    def chunks(self, update: Update) -> list[dict[str, Any]]:
+    def chunks(self, update: Update) -> list[dict[str, object]]:
         self._n_generated += update.n_generated
         choice = self._choices[update.index]
         choice.entries += update.entries
@@ -231,7 +231,7 @@ class ChatAnswer(_Answer):
             choice.piece.calls += piece.calls
         choice.finish_reason = self._reason(update.finish_reason, choice.piece)
 
-    def chunks(self, update: Update) -> list[dict[str, Any]]:
+    def chunks(self, update: Update) -> list[dict[str, object]]:
         self._n_generated += update.n_generated
         entries = update.entries
         found = []
@@ -286,7 +286,7 @@ class ChatAnswer(_Answer):
         }
 
     def _chat_part(
-        self, index: int, delta: dict[str, Any], entries: Sequence[Entry], reason: str | None
+        self, index: int, delta: Mapping[str, object], entries: Sequence[Entry], reason: str | None
     ) -> dict[str, object]:
         choice = {
             "index": index,

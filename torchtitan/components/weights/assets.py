@@ -117,7 +117,7 @@ def token_ids(folder: Path, config: Path) -> dict[str, Any]:
     files in `folder`, from generation_config.json, `config` (a config.json, which may be absent) or
     the tokenizer, in this order. Unknown ids are omitted, with a warning if the tokenizer cannot be
     read. Raise `UserError` if a JSON file cannot be read."""
-    ids: dict[str, object] = {}
+    ids: dict[str, Any] = {}
     # the second overrides: it lists all end tokens
     for file in (config, folder / "generation_config.json"):
         content = read_object(file)
@@ -241,7 +241,7 @@ def _make_tokenizer_config(folder: Path | None, template: ChatTemplate) -> dict[
     return {"tokenizer_config.json": _to_json({**settings, **missing})}
 
 
-def _read_json(folder: Path | None, name: str) -> dict[str, Any]:
+def _read_json(folder: Path | None, name: str) -> dict[str, object]:
     return read_object(folder / name) if folder else {}
 
 

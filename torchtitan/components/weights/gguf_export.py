@@ -24,6 +24,7 @@ from torchtitan.tools.logging import logger
 
 if TYPE_CHECKING:
     import numpy
+    from gguf import GGUFWriter
 
 FILE = "model.gguf"
 
@@ -183,7 +184,7 @@ def _rendered_as_it_is(template: str) -> str:
     return "{# #}" + template if digest in _REPLACED else template
 
 
-def _add(gguf: ModuleType, writer: Any, key: str, value: object) -> None:
+def _add(gguf: ModuleType, writer: "GGUFWriter", key: str, value: object) -> None:
     """Add a value, with the type that llama.cpp expects: numbers are 32 bits, whole ones
     unsigned."""
     types = gguf.GGUFValueType
@@ -195,15 +196,18 @@ def _add(gguf: ModuleType, writer: Any, key: str, value: object) -> None:
         writer.add_key_value(key, value, scalars[type(value)])
 
 
-def _declare(gguf: ModuleType, writer: Any, name: str, given: TensorSpec, kind: Kind) -> None:
+def _declare(
+    gguf: ModuleType, writer: "GGUFWriter", name: str, given: TensorSpec, kind: Kind
+) -> None:
     import numpy
 
     raw = gguf.GGMLQuantizationType[kind]
     shape = gguf.quant_shape_to_byte_shape(given.shape, raw)
-    writer.add_tensor_info(name, shape, numpy.uint8, int(numpy.prod(shape)), raw_dtype=raw)
+    n_bytes = int(numpy.prod(shape))
+    writer.add_tensor_info(name, shape, numpy.dtype(numpy.uint8), n_bytes, raw_dtype=raw)
 
 
-def _encoded(gguf: ModuleType, name: str, tensor: Tensor, kind: Kind) -> "numpy.ndarray[Any, Any]":
+def _encoded(gguf: ModuleType, name: str, tensor: Tensor, kind: Kind) -> "numpy.ndarray":
     """Return the bytes of a tensor, as an array."""
     import numpy
 
@@ -215,7 +219,7 @@ def _encoded(gguf: ModuleType, name: str, tensor: Tensor, kind: Kind) -> "numpy.
     return numpy.concatenate(parts)
 
 
-def _checked(array: "numpy.ndarray[Any, Any]") -> "numpy.ndarray[Any, Any]":
+def _checked(array: "numpy.ndarray") -> "numpy.ndarray":
     """Return a view of an array whose `tofile`, by which the package gguf writes it, raises
     `OSError` with its cause if the disk is full. NumPy's names no cause, and raises nothing if only
     the last bytes of an array are refused."""

@@ -8,7 +8,7 @@ all tensors.
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from torchtitan.protocols.tensor_source import (
 from torchtitan.tools import durable
 from torchtitan.tools.errors import UserError, summarize_names
 from torchtitan.tools.files import is_file_name, read_object
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
 
 MAX_FILE_BYTES = 5 * 2**30
 """Default maximum size of a file."""
@@ -228,7 +231,7 @@ def write_file(
         assert file.tell() == 8 + len(encoded) + end, f"{path}: a tensor does not match its spec"
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> "safe_open":
     from safetensors import SafetensorError, safe_open
 
     try:

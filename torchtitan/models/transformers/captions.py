@@ -7,7 +7,7 @@ Source: transformers 5.23.0, models/blip, models/blip_2, models/instructblip and
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ def language_side(model: "PreTrainedModel") -> "PreTrainedModel":
     """Return the part of a class that computes text without images: the class, or its language
     model."""
     if is_encoder_decoder(model.config):
-        return DecoderSide(model)
+        return cast("PreTrainedModel", DecoderSide(model))  # is called in the same way
     if not needs_images(model.config):
         return model
     # InstructBLIP's has no head

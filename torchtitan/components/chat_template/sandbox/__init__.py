@@ -11,7 +11,7 @@ import json
 import re
 from datetime import datetime
 from types import BuiltinMethodType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -103,7 +103,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         super().__init__(**options)
         self._safe: dict[tuple[type, str], bool] = {}
 
-    def getattr(self, obj: object, attribute: str) -> Any:
+    def getattr(self, obj: object, attribute: str) -> object:
         """Look up dictionary keys directly, faster than Jinja, which tries attributes first."""
         if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute]
@@ -217,8 +217,8 @@ def undeclared(tree: nodes.Template, environment: jinja2.Environment) -> set[str
 def _to_json(
     value: object,
     ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
     """Return JSON with transformers' options; Jinja's filter would escape HTML characters."""
@@ -232,7 +232,9 @@ def _to_json(
     )
 
 
-def _round(value: float, precision: int = 0, method: Any = "common") -> float:
+def _round(
+    value: float, precision: int = 0, method: Literal["common", "ceil", "floor"] = "common"
+) -> float:
     if abs(precision) > 100:
         raise WorkLimitError
     return jinja2.filters.do_round(value, precision, method)
@@ -245,5 +247,5 @@ def _date(now: datetime, format: str) -> str:
 
 
 @jinja2.pass_context
-def _raise_exception(context: jinja2.runtime.Context, message: object) -> NoReturn:
+def _raise_exception(context: jinja2.runtime.Context, message: str | None) -> NoReturn:
     raise jinja2.TemplateError(charge_value(context, message))

@@ -85,7 +85,7 @@ FREE_TESTS = (
 format."""
 
 
-def priced_filter(environment: jinja2.Environment, name: str) -> Callable[..., Any]:
+def priced_filter(environment: jinja2.Environment, name: str) -> Callable[..., object]:
     """Return a filter of the environment that charges for its values before it runs."""
     plain = environment.filters[name]
     key: Any = object()  # templates cannot use it
