@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -565,6 +565,25 @@ def _rotated(q_BLHD: Tensor, k_BLKD: Tensor, rope: tuple[Tensor, Tensor]) -> tup
 
 def _make_norm(norm: NormFactory | None, width: int) -> nn.Module | None:
     return None if norm is None else norm(width)
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Options of a decoder's `make_attention`: the class of the attention, its scores, and what
+    else `GroupedQueryAttention` takes."""
+
+    kind: type[nn.Module]
+    attend: Attention | None
+    """Computes scores and their products; None: `Attention` with this `scale`."""
+    scale: float | None
+    biases: str
+    qk_norm: NormFactory | None
+    qk_wide_norm: NormFactory | None
+    v_norm: NormFactory | None
+    keys_as_values: bool
+    rotates_first: bool
+    gated: bool
+    init_std: float
+    out_init_std: float
 
 
 class SharedKeyAttention(GroupedQueryAttention):

@@ -3,14 +3,19 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import cast
+from typing import Unpack, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.config.model_sizes import check_decoder_sizes, head_width
-from torchtitan.models.common.attention import Attention, GroupedQueryAttention, HeadSizes
+from torchtitan.models.common.attention import (
+    Attention,
+    AttentionOptions,
+    GroupedQueryAttention,
+    HeadSizes,
+)
 from torchtitan.models.common.blocks import PerLayerEmbeddings, PreNormBlock, Rope
 from torchtitan.models.common.feed_forward import GatedFeedForward, InitStds
 from torchtitan.models.common.layer_inputs import BatchInputs, LayerCall
@@ -235,20 +240,13 @@ class Decoder(BaseModel):
         None: the layer has none."""
         return self.make_attention(index)
 
-    def make_attention(
-        self,
-        index: int,
-        *,
-        kind: type[nn.Module] = GroupedQueryAttention,
-        attend: Attention | None = None,
-        scale: float | None = None,
-        **options: object,
-    ) -> nn.Module:
-        """Return the attention of a layer; `options` are those of `GroupedQueryAttention`.
-        `attend` computes scores and their products; None: `Attention` with this `scale`."""
+    def make_attention(self, index: int, **options: Unpack[AttentionOptions]) -> nn.Module:
+        """Return the attention of a layer, by default a `GroupedQueryAttention`."""
+        kind = options.pop("kind", GroupedQueryAttention)
+        attend, scale = options.pop("attend", None), options.pop("scale", None)
         if attend is None:
             attend = Attention(scale=scale, softcap=self.score_softcap(), has_sinks=self.has_sinks)
-        own = {
+        own: AttentionOptions = {
             "biases": self.biased if self.config.attention_bias else "",
             "qk_norm": self.make_norm if self.has_qk_norm else None,
             **self.init_stds(index),

@@ -7,12 +7,13 @@ chunks of C tokens; X = 1 decay of a head, or one for each of the E elements of 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.models.common.attention import AttentionOptions
 from torchtitan.models.common.chunks import Chunks
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.document_conv import DocumentConv
@@ -347,5 +348,7 @@ class GatedHybridDecoder(DeltaNetDecoder):
 
     norm_kind = OffsetRMSNorm
 
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, qk_norm=self.make_norm, gated=True, **options)
+    def make_attention(self, index: int, **options: Unpack[AttentionOptions]) -> nn.Module:
+        options.setdefault("qk_norm", self.make_norm)
+        options.setdefault("gated", True)
+        return super().make_attention(index, **options)

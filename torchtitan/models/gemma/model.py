@@ -3,10 +3,11 @@ Hugging Face format."""
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Unpack
 
 from torch import nn
 
+from torchtitan.models.common.attention import AttentionOptions
 from torchtitan.models.common.blocks import SandwichBlock
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.gguf import TIED, Architecture, gguf_format, require_gguf
@@ -60,10 +61,9 @@ class Gemma2Model(GemmaModel):
     config: Config
     block_kind = SandwichBlock
 
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(
-            index, scale=self.config.query_pre_attn_scalar**-0.5, **options
-        )
+    def make_attention(self, index: int, **options: Unpack[AttentionOptions]) -> nn.Module:
+        options.setdefault("scale", self.config.query_pre_attn_scalar**-0.5)
+        return super().make_attention(index, **options)
 
     def score_softcap(self) -> float | None:
         return self.config.attn_logit_softcapping

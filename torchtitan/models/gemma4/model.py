@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from torch import Tensor, nn
 
 from torchtitan.models.common.attention import (
     Attention,
+    AttentionOptions,
     GivingAttention,
     HeadSizes,
     SharedKeyAttention,
@@ -140,24 +141,23 @@ class Gemma4Model(ScaledEmbeddingDecoder):
             options |= {"kind": PerLayerBlock, "input_dim": width}
         return super().make_block(index, **options)
 
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
+    def make_attention(self, index: int, **options: Unpack[AttentionOptions]) -> nn.Module:
         config = self.config
-        attend = Attention(scale=1.0)
-        if config.shares_keys(index):
-            options["kind"] = SharedKeyAttention
-        elif config.num_kv_shared_layers:
-            attend = GivingAttention(scale=1.0)
-        return super().make_attention(
-            index,
-            attend=attend,
+        own: AttentionOptions = {
+            "attend": Attention(scale=1.0),
             # The first scores are as small as if they were divided by the square root of the width.
-            qk_norm=partial(
+            "qk_norm": partial(
                 RMSNorm, eps=config.norm_eps, init=self.head_dim_of_layer(index) ** -0.25
             ),
-            v_norm=partial(nn.RMSNorm, eps=config.norm_eps, elementwise_affine=False),
-            keys_as_values=config.attention_k_eq_v and not config.has_window(index),
-            **options,
-        )
+            "v_norm": partial(nn.RMSNorm, eps=config.norm_eps, elementwise_affine=False),
+            "keys_as_values": config.attention_k_eq_v and not config.has_window(index),
+        }
+        if config.shares_keys(index):
+            own["kind"] = SharedKeyAttention
+        elif config.num_kv_shared_layers:
+            own["attend"] = GivingAttention(scale=1.0)
+        own.update(options)
+        return super().make_attention(index, **own)
 
     def head_sizes(self, index: int) -> HeadSizes:
         sizes = super().head_sizes(index)

@@ -1,11 +1,12 @@
 """GLM-4.5 and 4.6 ("GLM-4.5", arXiv:2508.06471), and their Hugging Face format."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 from torch import nn
 
 from torchtitan.models.common import gguf, gguf_rows
+from torchtitan.models.common.attention import AttentionOptions
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format
 from torchtitan.models.common.moe import rows
 from torchtitan.models.common.moe.decoder import MoEDecoder
@@ -25,10 +26,9 @@ class GLM4MoeModel(MoEDecoder):
 
     biased = "qkv"
 
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(
-            index, qk_norm=self.make_norm if self.config.use_qk_norm else None, **options
-        )
+    def make_attention(self, index: int, **options: Unpack[AttentionOptions]) -> nn.Module:
+        options.setdefault("qk_norm", self.make_norm if self.config.use_qk_norm else None)
+        return super().make_attention(index, **options)
 
 
 _TYPE = ModelType(

@@ -8,6 +8,7 @@ from typing import Any, Literal, Unpack, cast
 
 from torch import Tensor, nn
 
+from torchtitan.models.common.attention import AttentionOptions
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.feed_forward import GatedFeedForward, InitStds, LayerSizes
@@ -68,9 +69,10 @@ class Multiplied:
         decoder = cast(Decoder, super())
         return decoder.make_block(index, multiplier=self.config.residual_multiplier, **options)
 
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
+    def make_attention(self, index: int, **options: Unpack[AttentionOptions]) -> nn.Module:
         decoder = cast(Decoder, super())
-        return decoder.make_attention(index, scale=self.config.attention_multiplier, **options)
+        options.setdefault("scale", self.config.attention_multiplier)
+        return decoder.make_attention(index, **options)
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
         return cast(Decoder, super()).embed(tokens_BL) * self.config.embedding_multiplier

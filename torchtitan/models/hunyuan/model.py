@@ -3,10 +3,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Unpack, cast
 
 from torch import nn
 
+from torchtitan.models.common.attention import AttentionOptions
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.gguf import Architecture, Experts, gguf_format
@@ -22,9 +23,10 @@ class NormedAfterRoPE:
 
     has_qk_norm = True
 
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
+    def make_attention(self, index: int, **options: Unpack[AttentionOptions]) -> nn.Module:
         decoder = cast(Decoder, super())
-        return decoder.make_attention(index, rotates_first=True, **options)
+        options.setdefault("rotates_first", True)
+        return decoder.make_attention(index, **options)
 
 
 class HunyuanModel(NormedAfterRoPE, Decoder):

@@ -3,11 +3,11 @@ Face format."""
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Unpack, cast
 
 from torch import nn
 
-from torchtitan.models.common.attention import TemperedAttention
+from torchtitan.models.common.attention import AttentionOptions, TemperedAttention
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.gguf import Architecture, Experts, Rotation, gguf_format, require_gguf
 from torchtitan.models.common.hugging_face import (
@@ -65,14 +65,15 @@ class Llama4Model(MoEDecoder):
     def rope_of_layer(self, index: int) -> RoPEConfig | None:
         return self.config.rope if self.config.has_window(index) else None
 
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
+    def make_attention(self, index: int, **options: Unpack[AttentionOptions]) -> nn.Module:
         config, has_rope = self.config, self.config.has_window(index)
         # The format's norms are behind RoPE, which does not change them.
         norm = partial(nn.RMSNorm, eps=config.norm_eps, elementwise_affine=False)
         has_norm = config.use_qk_norm and has_rope
         if config.attn_temperature_tuning and not has_rope:
             options["attend"] = TemperedAttention(config.floor_scale, config.attn_scale)
-        return super().make_attention(index, qk_norm=norm if has_norm else None, **options)
+        options.setdefault("qk_norm", norm if has_norm else None)
+        return super().make_attention(index, **options)
 
 
 def _rows(config: Llama4Model.Config) -> list[KeyMapping]:

@@ -1,10 +1,11 @@
 """MiniMax-M2 (github.com/MiniMax-AI/MiniMax-M2), and its Hugging Face format."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 from torch import nn
 
+from torchtitan.models.common.attention import AttentionOptions
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.gguf import Architecture, Experts, Rotation, Tying, gguf_format
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, replaced
@@ -23,8 +24,9 @@ class MiniMaxM2Model(MoEDecoder):
 
     config: Config
 
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, qk_wide_norm=self.make_norm, **options)
+    def make_attention(self, index: int, **options: Unpack[AttentionOptions]) -> nn.Module:
+        options.setdefault("qk_wide_norm", self.make_norm)
+        return super().make_attention(index, **options)
 
 
 def _rows(config: MiniMaxM2Model.Config) -> tuple[KeyMapping, ...]:

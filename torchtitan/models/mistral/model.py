@@ -3,11 +3,11 @@ their Hugging Face format."""
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 from torch import nn
 
-from torchtitan.models.common.attention import TemperedAttention
+from torchtitan.models.common.attention import AttentionOptions, TemperedAttention
 from torchtitan.models.common.gguf import NEIGHBORS, Architecture, Rotation, gguf_format
 from torchtitan.models.common.hugging_face import DENSE_ROWS, ModelType, dense_format, write_if
 from torchtitan.models.common.hugging_face_rope import GROWTH, prepare_growth, write_scaling
@@ -35,12 +35,13 @@ class Ministral3Model(MistralModel):
 
     config: Config
 
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
+    def make_attention(self, index: int, **options: Unpack[AttentionOptions]) -> nn.Module:
         config = self.config
         attend = TemperedAttention(
             config.rope.original_max_seq_len, config.llama_4_scaling_beta, first=0
         )
-        return super().make_attention(index, attend=attend, **options)
+        options.setdefault("attend", attend)
+        return super().make_attention(index, **options)
 
 
 _ALL_LAYERS = ModelType(

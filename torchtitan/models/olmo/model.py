@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Unpack
 
 from torch import nn
 
+from torchtitan.models.common.attention import AttentionOptions
 from torchtitan.models.common.blocks import PostNormBlock
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.gguf import Architecture, Tying, gguf_format, require_gguf
@@ -27,8 +28,9 @@ class Olmo2Model(WindowedDecoder):
 
     block_kind = PostNormBlock
 
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, qk_wide_norm=self.make_norm, **options)
+    def make_attention(self, index: int, **options: Unpack[AttentionOptions]) -> nn.Module:
+        options.setdefault("qk_wide_norm", self.make_norm)
+        return super().make_attention(index, **options)
 
 
 class Olmo3Model(Olmo2Model):

@@ -1,10 +1,11 @@
 """OLMo Hybrid's model and its Hugging Face format."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
+from torchtitan.models.common.attention import AttentionOptions
 from torchtitan.models.common.blocks import PostNormBlock, PreNormBlock
 from torchtitan.models.common.config_reader import ConfigReader
 from torchtitan.models.common.delta_net import (
@@ -41,8 +42,9 @@ class OlmoHybridModel(DeltaNetDecoder):
         has_net = self.config.mixer_of(index) is DELTA_NET
         return super().make_block(index, kind=PreNormBlock if has_net else PostNormBlock, **options)
 
-    def make_attention(self, index: int, **options: Any) -> nn.Module:
-        return super().make_attention(index, qk_wide_norm=self.make_norm, **options)
+    def make_attention(self, index: int, **options: Unpack[AttentionOptions]) -> nn.Module:
+        options.setdefault("qk_wide_norm", self.make_norm)
+        return super().make_attention(index, **options)
 
     def make_delta_net(self, index: int, **options: Any) -> nn.Module:
         largest_beta = 2.0 if self.config.linear_allow_neg_eigval else 1.0
