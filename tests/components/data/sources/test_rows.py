@@ -15,6 +15,7 @@ from pyarrow import parquet
 from tests.components.data.helpers import raises
 from torchtitan.assets.chats import Chats
 from torchtitan.assets.stories import Stories
+from torchtitan.components.data.sources import rows as rows_module
 from torchtitan.components.data.sources.rows import Row
 from torchtitan.components.data.sources.source import (
     CHAT_DATASETS,
@@ -138,6 +139,18 @@ def test_lists(tmp_path, indent):
         r"lone surrogate '\ud83d'",
         "found an int",
     ]
+
+
+def test_a_list_is_searched_for_surrogates_once(tmp_path, monkeypatch):
+    """Not once for each element, which takes minutes for a file of some megabytes."""
+    searched = []
+    search = rows_module._may_have_surrogates
+    monkeypatch.setattr(
+        rows_module, "_may_have_surrogates", lambda text: searched.append(text) or search(text)
+    )
+    (tmp_path / "a.json").write_text('[{"n": 1}, {"n": 2}, {"n": 3}]')
+    assert len(rows_at(tmp_path / "a.json")) == 3
+    assert len(searched) == 1
 
 
 @pytest.mark.parametrize(

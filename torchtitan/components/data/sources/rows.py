@@ -151,7 +151,8 @@ def parse_json(text: str) -> object:
     deeply, or not valid Unicode."""
     try:
         value = json.loads(text)
-        _check_characters(value, text)
+        if _may_have_surrogates(text):
+            _check_characters(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(_describe_error(error)) from None
     return value
@@ -241,10 +242,12 @@ def json_elements(name: str, text: str, path: Path) -> Iterator[Row]:
         raise UserError(
             f"{path}{line}: broken JSON, {_describe_error(error)}; correct the file"
         ) from None
+    is_checked = _may_have_surrogates(text)
     for number, value in enumerate(elements, 1):
         where = f"{name}, element {number}"
         try:
-            _check_characters(value, text)
+            if is_checked:
+                _check_characters(value)
         except (ValueError, RecursionError) as error:
             yield Row(where, None, f"broken JSON, {_describe_error(error)}")
         else:
@@ -258,13 +261,17 @@ def object_row(where: str, value: object) -> Row:
     return Row(where, None, f"expected an object with columns as its keys, found {kind_of(value)}")
 
 
-def _check_characters(value: object, text: str) -> None:
+def _may_have_surrogates(text: str) -> bool:
+    """Return whether JSON text has the escape of a surrogate, of a pair or alone."""
+    return "\\ud" in text or "\\uD" in text
+
+
+def _check_characters(value: object) -> None:
     """Raise `ValueError` for a lone surrogate, which JSON allows but UTF-8 cannot encode."""
-    if "\\ud" in text or "\\uD" in text:
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"lone surrogate {error.object[error.start]!r}") from None
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"lone surrogate {error.object[error.start]!r}") from None
 
 
 def _describe_error(error: ValueError | RecursionError) -> str:
