@@ -132,17 +132,17 @@ class Traits:
     """Properties of a turn and its conversation that forms depend on. Equal traits have equal
     forms."""
 
-    reasoning: bool
+    reasoning: bool = False
     """True if the turn or an earlier one has reasoning."""
-    written: bool
+    written: bool = False
     """True if it was between tags in the content."""
-    thinks: bool
+    thinks: bool = False
     """True if any turn of the conversation has reasoning."""
-    n_calls: int
+    n_calls: int = 0
     """Most calls of a message, 0, 1 or 2 (for more)."""
-    bare: tuple[str, ...]
+    bare: tuple[str, ...] = ()
     """Contents of messages with calls alone: empty or none."""
-    developer: bool
+    developer: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     """Options that the row sets."""
 

@@ -24,6 +24,12 @@ from torchtitan.components.chat_template.recordings import LONGEST_TEXT, Recordi
 _MOST_SHAPES = 2000
 """Shapes with recordings, and shapes seen once, that are remembered."""
 
+_LONGEST_SHAPE = 1000
+"""Characters of a shape that is remembered as it is."""
+
+_Shape = str | bytes
+"""A shape, or the digest of a long one."""
+
 _MOST_PATHS = 4
 """Recordings of a shape, with other answers."""
 
@@ -48,10 +54,18 @@ class Input(NamedTuple):
                 others.append(key)
             else:
                 others.append((key, value))
+        if len(texts) == 1 and len(others) == 2 and type(values.get("role")) is str:
+            return cls(values, tuple(texts), _plain_shape(*others))  # as most are
         try:
             return cls(values, tuple(texts), repr(others))
         except RecursionError:
             return cls(values, tuple(texts), None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plain_shape(*others: object) -> str:
+    """Return the shape of a message with a role, which is a string, and a text."""
+    return repr([*others])
 
 
 class Replays:
@@ -64,9 +78,9 @@ class Replays:
 
     def __init__(self, source: str, environment: jinja2.Environment):
         self._source, self._environment = source, environment
-        self._seen: set[bytes] = set()
+        self._seen: set[_Shape] = set()
         """Shapes that had one conversation so far."""
-        self._paths: dict[bytes, list[Recording | None]] = {}
+        self._paths: dict[_Shape, list[Recording | None]] = {}
         """Recordings of each shape; None: it is not recorded again."""
 
     @functools.cached_property
@@ -101,7 +115,7 @@ class Replays:
             self._paths.setdefault(shape, []).append(path if is_right else None)
         return rendered
 
-    def _is_worth_recording(self, shape: bytes) -> bool:
+    def _is_worth_recording(self, shape: _Shape) -> bool:
         """Return whether a shape is seen again, and may have more recordings."""
         if shape in self._paths:
             paths = self._paths[shape]
@@ -114,13 +128,16 @@ class Replays:
         return False
 
 
-def _shape_of(inputs: Sequence[Input], variables: Mapping[str, object]) -> bytes | None:
-    """Return a digest of everything in a conversation but the texts of its messages; None if it is
-    nested too deeply."""
+def _shape_of(inputs: Sequence[Input], variables: Mapping[str, object]) -> _Shape | None:
+    """Return everything in a conversation but the texts of its messages; None if it is nested too
+    deeply."""
     shapes = [one.shape for one in inputs if one.shape is not None]
     try:
         text = f"[{', '.join(shapes)}] {variables!r}"
     except RecursionError:
         return None
-    is_whole = len(shapes) == len(inputs)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() if is_whole else None
+    if len(shapes) != len(inputs):
+        return None
+    if len(text) <= _LONGEST_SHAPE:
+        return text
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()

@@ -1,7 +1,6 @@
 """Encoding of conversations and texts as token ids with a training mask."""
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 
 import numpy as np
 
@@ -301,7 +300,9 @@ class ChatEncoder:
 
     def _count_special(self, conversation: Conversation) -> int:
         """Count the special tokens that are written in the text of a conversation."""
-        texts = chain(_texts(conversation.messages), _texts(conversation.tools))
+        texts = [*_texts(conversation.messages), *_texts(conversation.tools)]
+        if not self._special.search("\0".join(texts)):  # as in most conversations
+            return 0
         return sum(len(self._special.findall(text)) for text in texts)
 
     def _without_bos(self, ids: Sequence[int] | np.ndarray, trained: np.ndarray) -> np.ndarray:
@@ -316,11 +317,15 @@ def _continued(prompt: Conversation, messages: Sequence[dict[str, object]]) -> C
     return Conversation([*prompt.messages, *messages], prompt.tools, trained, prompt.options)
 
 
-def _texts(value: object) -> Iterator[str]:
+def _texts(value: object) -> list[str]:
+    """Return the texts in a value."""
+    found: list[str] = []
     pending = [value]
     while pending:
         value = pending.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, dict | list):
-            pending.extend(value.values() if isinstance(value, dict) else value)
+        if isinstance(value, dict | list):
+            for inside in value.values() if isinstance(value, dict) else value:
+                (found if isinstance(inside, str) else pending).append(inside)
+        elif isinstance(value, str):
+            found.append(value)
+    return found

@@ -94,12 +94,11 @@ class Conversation:
 
     def is_answered(self) -> bool:
         """Return False if all trainable messages of the assistant are empty."""
-        trainable = [
+        assistant = [
             message
             for message, flag in zip(self.messages, self.trained, strict=True)
-            if flag is not False
+            if flag is not False and message["role"] == "assistant"
         ]
-        assistant = [message for message in trainable if message["role"] == "assistant"]
         return not assistant or any(map(has_content, assistant))
 
 
@@ -169,8 +168,13 @@ def normalize(messages: object, tools: object = None, options: object = None) ->
     parameters = {
         tool["function"]["name"]: tool["function"].get("parameters") for tool in functions or []
     }
-    normal, trained = [], []
+    normal: list[Message] = []
+    trained: list[bool | None] = []
     for number, turn in enumerate(turns, 1):
+        if type(turn) is dict and _is_plain(turn):  # as most are
+            normal.append(dict(turn))
+            trained.append(None)
+            continue
         try:
             turn = _object(from_json(turn, "message"), "message")
             normal.append(_message(turn, parameters))
@@ -234,9 +238,12 @@ def describe_other_keys(turn: Mapping[str, object]) -> str:
     return f", but has {', '.join(others)}" if others else ""
 
 
+def _is_plain(turn: Mapping[str, object]) -> bool:
+    """Return whether a turn has a role and a text, and nothing else."""
+    return len(turn) == 2 and isinstance(turn.get("content"), str) and turn.get("role") in ROLES
+
+
 def _message(turn: Mapping[str, object], parameters: Mapping[str, object]) -> Message:
-    if len(turn) == 2 and isinstance(turn.get("content"), str) and turn.get("role") in ROLES:
-        return dict(turn)  # as most are
     message = {key: value for key, value in turn.items() if value is not None and key not in _FLAGS}
     for key in message.keys() - _KNOWN_KEYS:
         if near := suggest(str(key), [*_KEYS, *_FLAGS], cutoff=0.8):

@@ -365,15 +365,12 @@ def turns_in(role: str, column: str, row: Cells) -> list[object]:
     """Return the turns in a column: a list, one turn, a transcript without an answer, or a text
     with the given role."""
     value = row[column]
-    if isinstance(value, Mapping):
+    if isinstance(value, str):
+        turns = transcript(value) if role == "user" else None
+        if turns and not turns[-1]["content"]:
+            return turns[:-1]
+    elif isinstance(value, Mapping):
         return [value]
-    if (
-        role == "user"
-        and isinstance(value, str)
-        and (turns := transcript(value))
-        and not turns[-1]["content"]
-    ):
-        return turns[:-1]
     return value if isinstance(value, list) and value else [_message(role, _filled(row, column))]
 
 

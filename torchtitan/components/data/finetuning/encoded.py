@@ -31,11 +31,11 @@ class Facts(NamedTuple):
         options = [f"{name}={value}" for turn in turns for name, value in turn.form.options]
         return cls(
             len(turns),
-            sum(bool(turn.stop) for turn in turns),
-            sum(turn.is_only_a_stop for turn in turns),
+            sum([bool(turn.stop) for turn in turns]),
+            sum([turn.is_only_a_stop for turn in turns]),
             tuple(dict.fromkeys(options)),
-            tuple(dict.fromkeys(part for turn in turns for part in (*turn.lost, *turn.unseen))),
-            tuple(reason for turn in turns for reason in turn.unprompted),
+            tuple(dict.fromkeys([part for turn in turns for part in (*turn.lost, *turn.unseen)])),
+            tuple([reason for turn in turns for reason in turn.unprompted]),
         )
 
 
@@ -72,16 +72,16 @@ class EncodedRow(NamedTuple):
 
     @property
     def n_tokens(self) -> int:
-        return sum(len(part.ids) for part in self.parts)
+        return sum([len(part.ids) for part in self.parts])
 
     @property
     def n_trained(self) -> int:
         """Predicted tokens: the trained tokens except the first token of each part."""
-        return sum(int(np.count_nonzero(part.trained[1:])) for part in self.parts)
+        return sum([int(np.count_nonzero(part.trained[1:])) for part in self.parts])
 
     @property
     def n_special_in_text(self) -> int:
-        return sum(part.n_special_in_text for part in self.parts)
+        return sum([part.n_special_in_text for part in self.parts])
 
 
 def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:

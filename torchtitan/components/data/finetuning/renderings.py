@@ -74,20 +74,20 @@ class Renderings:
         """Return the traits of the assistant's message `number`."""
         if number in self._traits:
             return self._traits[number]
-        answers = [
-            message for message in self.messages[: number + 1] if message["role"] == "assistant"
-        ]
-        calling = [message for message in answers if message.get("tool_calls")]
-        bare = {_kind_of(message) for message in calling if not message.get("content")}
-        self._traits[number] = traits = Traits(
-            reasoning=any(message.get(REASONING) for message in answers),
-            written=any(WRITTEN in message for message in answers),
-            thinks=self.thinks,
-            n_calls=min(2, max((len(message["tool_calls"]) for message in calling), default=0)),
-            bare=tuple(sorted(bare)),
-            developer=any(other["role"] == "developer" for other in self.messages),
-            options=self.options,
-        )
+        traits = Traits(thinks=self.thinks, options=self.options)
+        bare = set()
+        for message in self.messages[: number + 1]:
+            if message["role"] != "assistant":
+                continue
+            traits.reasoning |= bool(message.get(REASONING))
+            traits.written |= WRITTEN in message
+            if calls := message.get("tool_calls"):
+                traits.n_calls = min(2, max(traits.n_calls, len(calls)))
+                if not message.get("content"):
+                    bare.add(_kind_of(message))
+        traits.bare = tuple(sorted(bare))
+        traits.developer = "developer" in [other["role"] for other in self.messages]
+        self._traits[number] = traits
         return traits
 
     def with_markers(self, number: int) -> "Renderings":

@@ -31,9 +31,9 @@ def plans_of(
 ) -> list[Plan]:
     messages = conversation.messages
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    default = {"all": range(len(messages)), "assistant": answers, "last_assistant": answers[-1:]}[
-        train_on
-    ]
+    default: Sequence[int] = answers if train_on == "assistant" else answers[-1:]
+    if train_on == "all":
+        default = range(len(messages))
     wanted = [n in default if flag is None else flag for n, flag in enumerate(conversation.trained)]
     if train_on == "all":
         return [_whole(finder, conversation, wanted)]
