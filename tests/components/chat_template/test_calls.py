@@ -399,6 +399,21 @@ def test_schemas_may_refer_to_others_and_be_anything() -> None:
             assert typed("1", {key: wrong}) == 1
 
 
+@pytest.mark.parametrize("value", ["1e999", r'"\ud800"', r'["\udfff"]'])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (JsonArguments(), '{"a": VALUE}'),
+        (KeyedArguments("<key=", ">", "</key>", ""), "<key=a>VALUE</key>"),
+        (LiteralArguments(Literals('"', "=", escapes=True), ")"), "a=VALUE)"),
+    ],
+)
+def test_what_json_cannot_carry_is_no_call(arguments: Any, text: str, value: str) -> None:
+    notation = NamedCalls("<call>", "<call>", r"\s*", arguments, frozenset(), None, "")
+    assert notation.read("<call>f " + text.replace("VALUE", "1"), {}) is not None
+    assert notation.read("<call>f " + text.replace("VALUE", value), {}) is None
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

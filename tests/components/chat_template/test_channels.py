@@ -72,6 +72,8 @@ def test_replies_are_read_as_by_openai_harmony(text: str) -> None:
         ("No header.", ("", "No header.", [])),
         (CALL.replace("}", ""), ("", CALL.replace("}", ""), [])),
         (CALL.replace("{", "[5, {"), ("", CALL.replace("{", "[5, {"), [])),
+        (CALL.replace("é<", r"\ud800"), ("", CALL.replace("é<", r"\ud800"), [])),
+        (CALL.replace('"é<"', "1e999"), ("", CALL.replace('"é<"', "1e999"), [])),
     ],
 )
 def test_replies_that_end_early_or_are_damaged(text: str, expected: Parts, size: int) -> None:

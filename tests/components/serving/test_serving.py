@@ -386,6 +386,23 @@ def test_a_call_without_content_can_be_sent_back(hermes, stories_tokenizer, monk
     assert choice["message"]["content"] == "2"
 
 
+@pytest.mark.parametrize("value", [r'"\ud800"', "1e999", "-1e999", r'{"\udfff": 1}'])
+def test_calls_with_what_json_cannot_carry_stay_in_the_text(
+    hermes, stories_tokenizer, monkeypatch, value
+):
+    """Half a character, and infinity, which `json.loads` reads."""
+    reply = REPLY.replace('"a": 1', f'"a": {value}')
+    for stream in (False, True):
+        Scripted(monkeypatch, stories_tokenizer, reply)
+        answer = ask(hermes, CHAT, tools=[TOOL], temperature=1, stream=stream)
+        assert answer.status_code == 200 and "Infinity" not in answer.text
+        parts = answer.text.split("\n\n")[:-2] if stream else [answer.text]
+        found = [json.loads(part.removeprefix("data: "))["choices"][0] for part in parts]
+        messages = [choice["delta" if stream else "message"] for choice in found]
+        content = "".join(message.get("content") or "" for message in messages)
+        assert value in content and not any("tool_calls" in message for message in messages)
+
+
 def test_a_reply_has_one_call_if_parallel_ones_are_off(hermes, stories_tokenizer, monkeypatch):
     call = REPLY.partition("Ok.")[2]
     for is_on, number in ((True, 2), (False, 1)):

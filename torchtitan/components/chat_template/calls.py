@@ -48,10 +48,15 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, obj
     return {function["name"]: function.get("parameters") or {} for function in functions}
 
 
-def new_call(name: str, arguments: Mapping[str, object], id: str = "") -> Call:
-    """Return a call, with a new id if it has none."""
+def new_call(name: str, arguments: Mapping[str, object], id: str = "") -> Call | None:
+    """Return a call, with a new id if it has none; None for what JSON in Unicode cannot carry:
+    infinity, which a decoder makes of 1e999, and half a character, of \\ud800."""
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        (name + text).encode()
+    except (ValueError, RecursionError):
+        return None
     # Mistral's templates reject ids of any length other than 9.
-    text = json.dumps(arguments, ensure_ascii=False)
     return Call(id or uuid.uuid4().hex[:9], name, text)
 
 
@@ -250,7 +255,10 @@ class NamedCalls:
                 if found is None:
                     return None
                 value, place = found
-                calls.append(new_call(name, value, match.groupdict().get("id") or ""))
+                call = new_call(name, value, match.groupdict().get("id") or "")
+                if call is None:
+                    return None
+                calls.append(call)
                 continue
             piece = next((one for one in around if text.startswith(one, place)), None)
             if piece is None and text[place] not in SEPARATORS:

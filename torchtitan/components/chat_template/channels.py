@@ -97,8 +97,10 @@ class ChannelReader:
                 return False
             body = self._text[: end.start()] if end else self._text
             found = decoded(body.strip(), 0)
-            if found and isinstance(found[0], dict) and found[1] == len(body.strip()):
-                self._calls.append(new_call(name[1], found[0]))
+            value = found[0] if found and found[1] == len(body.strip()) else None
+            call = new_call(name[1], value) if isinstance(value, dict) else None
+            if call:
+                self._calls.append(call)
             else:
                 self._add(piece, "content", f"{self._header.strip()}{_MESSAGE}{body}")
         else:
