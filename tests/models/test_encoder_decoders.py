@@ -254,6 +254,27 @@ def test_a_folder_may_name_no_processor(
         ImageProcessor.from_folder(folder, tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda config: config.pop("decoder_start_token_id"), "has no decoder_start_token_id"),
+        (lambda config: config.update(encoder="x"), "cannot be built here: .* field 'encoder'"),
+        (dict.clear, "has no config.json, which names decoder_start_token_id"),
+    ],
+)
+def test_a_start_is_needed(
+    change: Callable[[Any], Any], message: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders("trocr"), tmp_path / "trocr")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config)) if config else path.unlink()
+    tokenizer = PretrainedTokenizer.Config().build(path=str(folder))
+    with pytest.raises(UserError, match=message):
+        ImageProcessor.from_folder(folder, tokenizer)
+
+
 def test_texts_of_one_token_have_their_image() -> None:
     """Such as sampled answers of EOS alone, in a batch with a row without text."""
     document = json.loads(vision_model("trocr").config.to_json_string(use_diff=False))

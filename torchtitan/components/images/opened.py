@@ -91,8 +91,8 @@ class Opened:
         return getattr(token, "content", token)
 
     def config(self, what: str) -> Any:
-        """Return the configuration of transformers in the model's folder. Raise
-        `UserError` if there is none, which names `what` it is needed for."""
+        """Return the configuration of transformers in the folder, which opening the processor has
+        read. Raise `UserError` if there is none, which names `what` it is needed for."""
         if not (self.folder / "config.json").is_file():
             raise UserError(
                 f"'{self.folder}' has no config.json, which names {what}, for {self.name}; use the "
