@@ -90,6 +90,9 @@ def test_the_law_of_the_runs_is_found(finished):
     text = (finished / command.PAGE).read_text()
     assert "forecast of --dial 4" in text and text.count("<circle") == 10
     assert re.search(r"<td>[+-]0.\d\d% fitted over measured, of dial-\d_tokens-\d</td>", text)
+    sizes = sorted({point.parameters for point in fitted.points})
+    larger = cost_of(parsed([*SMALL, "--config", "dial", "--dial", "4"])[0]).parameters
+    assert f"FLOPs, {larger / sizes[2]:.3g} times the parameters of the largest run</td>" in text
     assert "src=" not in text and "<script" not in text
     assert "<th>evaluation/quiz/centered_accuracy</th></tr>" in text
     assert text.count("<td>0.1250</td></tr>") == 9
@@ -124,6 +127,23 @@ def test_a_forecast_run_shows_forecast_and_outcome(finished, tmp_path, capsys):
     assert "forecast validation loss" in page([run])
     (tmp_path / FORECAST).write_text('{"loss": "high"}')
     assert not [part for part in sections([RunRecord(tmp_path)]) if part.title == "Forecast"]
+
+
+def test_the_distance_of_the_measured_error_is_told(finished, capsys):
+    """With E fixed, two sizes are enough to forecast the third."""
+    sizes = sorted(
+        {
+            cost_of(parsed([*SMALL, "--config", "dial", "--dial", str(n)])[0]).parameters
+            for n in (2, 3)
+        }
+    )
+    try:
+        assert main(words_of(finished, "--fit", "--irreducible", "1.5")) == 0
+        printed = capsys.readouterr().out
+        distance = f"at {sizes[1] / sizes[0]:.3g} times the parameters of the next"
+        assert re.search(rf"fitted without it: \d+\.\d\d%, {distance}", printed)
+    finally:
+        assert main(words_of(finished, "--fit", "--forecast", "4")) == 0
 
 
 @pytest.mark.parametrize(

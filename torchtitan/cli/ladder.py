@@ -211,15 +211,22 @@ def _fit(options: argparse.Namespace, rungs: Sequence[Rung], larger: Rung | None
     residual, worst = max(zip(fitted.residuals, points, strict=True), key=lambda one: abs(one[0]))
     facts["largest residual"] = f"{residual:+.2%} fitted over measured, of {worst.name}"
     error = fitted.measured_error
+    *_, second, largest = sorted({point.parameters for point in points})
     facts["error for the largest size, fitted without it"] = (
-        "not measured: too few runs" if error is None else f"{error:.2%}"
+        "not measured: too few runs"
+        if error is None
+        else f"{error:.2%}, at {largest / second:.3g} times the parameters of the next"
     )
     forecast = None
     if larger:
         forecast = fitted.forecast(larger.cost.parameters, larger.cost.tokens)
         dial, ratio = larger.dial, larger.tokens_per_parameter
         name = f"forecast of --dial {dial} --tokens_per_parameter {ratio:g}"
-        facts[name] = f"{forecast}, {larger.cost.flops:.3g} FLOPs"
+        distance = larger.cost.parameters / largest
+        facts[name] = (
+            f"{forecast}, {larger.cost.flops:.3g} FLOPs, {distance:.3g} times the parameters of "
+            "the largest run"
+        )
     for name, text in facts.items():
         print(presentable(f"{name}: {text}"))
     chart = Chart.of(done, fitted, (larger, forecast) if larger else None)
