@@ -1,6 +1,7 @@
 """The command `serve`; `tests/components/serving` tests its answers."""
 
 import argparse
+import gc
 import json
 import shutil
 import signal
@@ -21,7 +22,14 @@ from tests.training import train
 pytest.importorskip("starlette", reason="pip install 'torchtitan[serve]'")
 
 from torchtitan.cli.model_options import add_model_options  # noqa: E402
-from torchtitan.cli.serve import KEY_VARIABLE, _following, _limits, reads_images, serve  # noqa: E402
+from torchtitan.cli.serve import (  # noqa: E402
+    KEY_VARIABLE,
+    _following,
+    _lasting_objects,
+    _limits,
+    reads_images,
+    serve,
+)
 from torchtitan.components.generation import generate  # noqa: E402
 from torchtitan.components.serving.weights import share_weights  # noqa: E402
 from torchtitan.models.pretrained import load_model  # noqa: E402
@@ -204,6 +212,14 @@ def test_the_given_host_is_answered(monkeypatch, host, name):
     limits = _limits(argparse.Namespace(host=host, api_key=""))
     assert {name, "localhost"} < {*limits.hosts}
     assert not _limits(argparse.Namespace(host=host, api_key="secret")).hosts
+
+
+def test_garbage_is_not_sought_in_lasting_objects():
+    kept = [object()]
+    assert any(one is kept for one in gc.get_objects())
+    with _lasting_objects():
+        assert not any(one is kept for one in gc.get_objects())
+    assert any(one is kept for one in gc.get_objects())
 
 
 def test_only_a_run_can_be_followed(stories, capsys):

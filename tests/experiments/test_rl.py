@@ -679,7 +679,7 @@ def record_draws(folder: Path, dump: Path, options: dict[str, object]) -> None:
     random number from the next boundary of the cumulative distribution."""
     draws: dict[int, list[tuple[int, float]]] = {}
 
-    def recorded(logits_BV, sampling, numbers):
+    def recorded(logits_BV, sampling, numbers, *weights):
         drawn = [next(own) for own in numbers]
         tokens = draw(logits_BV, sampling, [iter([number]) for number in drawn])
         for logits, own, number, token in zip(

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import gc
 import importlib.util
 import ipaddress
 import logging
@@ -149,8 +150,25 @@ def _serve(options: argparse.Namespace) -> None:
     served = _open_all(options)
     views |= _views_of_data(options, served[0])
     app = create_app(served, _limits(options), views)
-    with _following(run, options, served[0]) if options.follow else contextlib.nullcontext():
-        _listen(app, served, options.host, options.port)
+    if options.follow:
+        with _following(run, options, served[0]):
+            _listen(app, served, options.host, options.port)
+    else:
+        with _lasting_objects():
+            _listen(app, served, options.host, options.port)
+
+
+@contextlib.contextmanager
+def _lasting_objects() -> Iterator[None]:
+    """Leave all objects of this time out of the searches for garbage within the block: each would
+    stop all streams for the time of about 20 tokens. Models that are replaced must not be among
+    them."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _views_of_runs(options: argparse.Namespace) -> "dict[str, View]":

@@ -24,7 +24,14 @@ from tests.components.generation.test_generation import TINY_PROMPTS, mixed_mode
 from tests.components.peft.test_lora import adapted_model, randomize
 from tests.models.family_cases import CASES, family_of, random_reference, to_ours
 from tests.models.test_llama3 import VARIANTS, small_model, windowed_model
-from torchtitan.components.generation import Engine, Generation, decode_graph, generate, recording
+from torchtitan.components.generation import (
+    Engine,
+    Generation,
+    Sampling,
+    decode_graph,
+    generate,
+    recording,
+)
 from torchtitan.components.generation.decode_graph import DEVICES
 from torchtitan.components.generation.kv_cache import KVCache
 from torchtitan.components.generation.recording import NotRecordable, Recording
@@ -145,6 +152,20 @@ def test_later_batches_repeat_kept_recordings(recordings):
     changed = serve(engine, ALL)
     check_equal(changed, alone(model))
     assert [text.ids for text in changed] != [text.ids for text in first]
+
+
+def test_a_common_size_gets_more_recordings(recordings, monkeypatch):
+    """They attend to fewer unused slots."""
+    monkeypatch.setitem(DEVICES, "cpu", DEVICES["cpu"]._replace(bucket=64))
+    engine = Engine(small_model(), sampling=Sampling(), max_rows=1)
+    texts = []
+    for _ in range(decode_graph._COMMON):
+        texts += serve(engine, [0])
+        assert len(recordings.made) == 1
+    texts += serve(engine, [0])
+    assert [text.ids for text in texts] == 4 * [texts[0].ids]
+    (shape,) = engine._shapes._by_size.values()
+    assert sorted(shape.recorded.by_keys) == [16, 64]
 
 
 def test_a_weight_that_is_replaced_is_read(recordings):

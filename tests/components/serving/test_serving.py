@@ -299,7 +299,7 @@ class Scripted:
         # after a newline, since a text's first token has a space
         ids = tokenizer.encode("\n" + text, add_bos=False)[len(newline) :] + [tokenizer.eos_id]
 
-        def draw(logits_BV, sampling, generators):
+        def draw(logits_BV, sampling, generators, *weights):
             n_rows = len(generators)
             return torch.tensor([ids[min(self.n_drawn(), len(ids) - 1)]] * n_rows)
 
@@ -804,7 +804,7 @@ def test_a_full_queue_refuses(stories, monkeypatch):
     monkeypatch.setattr(Preparer, "completion", counted)
     goes_on = threading.Event()
 
-    def draw(logits_BV, sampling, generators):
+    def draw(logits_BV, sampling, generators, *weights):
         goes_on.wait(60)
         return logits_BV.argmax(-1)
 
@@ -1027,7 +1027,7 @@ def test_running_texts_end_with_the_model_they_began_with(
     has_begun = threading.Event()
     uses: list[list[str]] = []
 
-    def draw(logits_BV, sampling, generators):
+    def draw(logits_BV, sampling, generators, *weights):
         has_begun.set()
         goes_on.wait(60)
         return logits_BV.argmax(-1)

@@ -321,8 +321,10 @@ class Batch:
         else:
             # Tensor parallelism needs equally many tokens per rank: all after the first are
             # padding, and not kept.
-            tokens_BL = torch.tensor([[row.last_token] * degree for row in rows])
-            positions_BL = torch.tensor([[row.n_tokens - 1] * degree for row in rows])
+            tokens_B = torch.tensor([row.last_token for row in rows])
+            positions_B = torch.tensor([row.n_tokens - 1 for row in rows])
+            tokens_BL = tokens_B[:, None].expand(-1, degree)
+            positions_BL = positions_B[:, None].expand(-1, degree)
             n_kept = 1
             logits_BV = self._graph.logits(tokens_BL, positions_BL) if self._graph else None
             if logits_BV is not None:

@@ -86,6 +86,10 @@ def _capture_on_cpu(step: Step, memory: Sequence[Tensor], device: torch.device) 
         raise NotRecordable(in_words(error)) from error
 
 
+_COMMON = 3
+"""Batches of a shape after which its recordings attend to fewer unused slots."""
+_FINER = 4  # parts of a bucket then
+
 _recording = threading.Lock()
 """Held while a step is recorded: engines of several models run in threads of their own, and record
 on one stream."""
@@ -173,12 +177,19 @@ class Recorded:
                 step.free_results()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Shape:
     """Memory of a cache, with the recordings that read it."""
 
     memory: SlotMemory
     recorded: Recorded = field(default_factory=Recorded)
+    n_batches: int = 0
+    """Batches that had this shape."""
+
+    @property
+    def is_common(self) -> bool:
+        """True if it has come back so often that more recordings are worth their time."""
+        return self.n_batches >= _COMMON
 
     def free(self) -> None:
         """Give all memory back until the next use."""
@@ -225,10 +236,12 @@ class DecodeGraph:
         self._patience = self._device.patience
         self._cache = cache
         self._keeps = shape is not None
+        self._parts = _FINER if shape and shape.is_common else 1
         self._n_keys = 0
         self._recorded = shape.recorded if shape else Recorded()
         self._recorded.graph = weakref.ref(self)
         if shape:
+            shape.n_batches += 1
             memory = list(map(_identity, self._outer_memory()))
             if memory != self._recorded.memory:
                 self._recorded.by_keys.clear()
@@ -242,7 +255,7 @@ class DecodeGraph:
         n_slots = self._cache.n_slots
         if not (self._graphs.is_possible and self._cache.is_static):
             return None
-        bucket = max(self._device.bucket, self._device.n_unused // len(tokens_B1))
+        bucket = max(self._device.bucket, self._device.n_unused // len(tokens_B1)) // self._parts
         n_keys = min((n_slots // bucket + 1) * bucket, self._cache.max_slots)
         recorded = self._recorded
         if self._patience >= 0 and n_keys not in recorded.by_keys:

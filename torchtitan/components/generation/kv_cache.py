@@ -19,6 +19,8 @@ _ATTENTION = "*.attend"
 """Pattern of the modules `attend(queries, keys, values, attention)` in all families
 (`ShardingPlan.attention`)."""
 
+_CACHE_LINE = 64  # bytes
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CachedAttention(AttentionMetadata):
@@ -307,8 +309,13 @@ class SlotMemory:
 
 
 def _zeros(x_BLKD: Tensor, n_slots: int) -> Tensor:
-    """Return zeros (B, n_slots, K, D); in memory, the slots of a head are next to each other."""
+    """Return zeros (B, n_slots, K, D). In memory, the slots of a head are next to each other, which
+    its scores read; or the heads of a slot if they are so narrow that all of them take at most
+    two cache lines, since memory is read by lines."""
     n_rows, _, n_heads, width = x_BLKD.shape
+    n_bytes = n_heads * width * x_BLKD.element_size()
+    if x_BLKD.device.type == "cpu" and n_bytes <= 2 * _CACHE_LINE:
+        return x_BLKD.new_zeros(n_rows, n_slots, n_heads, width)
     return x_BLKD.new_zeros(n_rows, n_heads, n_slots, width).transpose(1, 2)
 
 

@@ -7,12 +7,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.components.generation.row import Row
-from torchtitan.components.generation.sampling import (
-    Sampling,
-    draw,
-    draw_by_weight,
-    sampled_logprobs,
-)
+from torchtitan.components.generation.sampling import Sampling, draw, sampled_logprobs
 
 LogprobsOf = Literal["model", "sampling"]
 
@@ -72,28 +67,14 @@ def _draw(
 ) -> Tensor:
     """Draw for all rows with equal settings at once, with `weights_BV` of the model's own
     distribution."""
-    every = slice(None)
     if len(groups) == 1:
-        return _draw_places(rows, logits_BV, weights_BV, groups[0][0], every)
+        return draw(logits_BV, groups[0][0], [row.numbers for row in rows], weights_BV)
     tokens_B = torch.zeros(len(rows), dtype=torch.int64, device=logits_BV.device)
     for sampling, places in groups:
-        own = [rows[place] for place in places]
-        tokens_B[places] = _draw_places(own, logits_BV, weights_BV, sampling, places)
+        numbers = [rows[place].numbers for place in places]
+        weights = weights_BV[places] if sampling.is_plain else None
+        tokens_B[places] = draw(logits_BV[places], sampling, numbers, weights)
     return tokens_B
-
-
-def _draw_places(
-    rows: Sequence[Row],
-    logits_BV: Tensor,
-    weights_BV: Tensor,
-    sampling: Sampling,
-    places: slice | list[int],
-) -> Tensor:
-    """Draw for the rows at some places, with equal settings."""
-    numbers = [row.numbers for row in rows]
-    if sampling.is_plain:
-        return draw_by_weight(weights_BV[places], numbers)
-    return draw(logits_BV[places], sampling, numbers)
 
 
 def _most_probable(

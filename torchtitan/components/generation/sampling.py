@@ -77,23 +77,25 @@ class RandomNumbers(Iterator[float]):
         return number
 
 
-def draw(logits_BV: Tensor, sampling: Sampling, numbers: Sequence[Iterator[float]]) -> Tensor:
+def draw(
+    logits_BV: Tensor,
+    sampling: Sampling,
+    numbers: Sequence[Iterator[float]],
+    weights_BV: Tensor | None = None,
+) -> Tensor:
     """Return one token id per row, int64, shape (B,) on the device of the logits, of any
     floating-point type.
 
     Each row draws one of its own random numbers, and looks it up in its cumulative
     distribution, in float64. So a row depends only on its logits and its number; logits that
     differ by rounding give another token only if the number is that close to a boundary of the
-    distribution.
+    distribution. `weights_BV` are the exponentials of the logits below each row's largest one,
+    float32, which a draw without restrictions needs, if they are known.
     """
     if sampling.temperature == 0:
         return logits_BV.argmax(dim=-1)
-    return draw_by_weight(restricted_logits(logits_BV, sampling).exp_(), numbers)
-
-
-def draw_by_weight(weights_BV: Tensor, numbers: Sequence[Iterator[float]]) -> Tensor:
-    """Return one token id per row, see `draw`, with a probability in proportion to its weight,
-    float32."""
+    if weights_BV is None or not sampling.is_plain:
+        weights_BV = restricted_logits(logits_BV, sampling).exp_()
     device = weights_BV.device
     if device.type == "mps":  # has no float64
         weights_BV = weights_BV.cpu()

@@ -54,6 +54,8 @@ class Job:
     stop_ids: AbstractSet[int] = frozenset()
     kept: Mapping[int, str] = field(default_factory=dict)
     """Special tokens that the text contains."""
+    wants_logprobs: bool = False
+    """True if updates have entries."""
     n_top: int = 0
     scores_prompt: bool = False
     """True if entries begin with the tokens of the prompt."""
@@ -85,8 +87,9 @@ class Job:
         if self.is_cancelled:
             return True
         generation = self.generation
-        top = generation.top_logprobs[-1] if self.n_top else []
-        self._entries.append(Entry(token, generation.logprobs[-1], top))
+        if self.wants_logprobs:
+            top = generation.top_logprobs[-1] if self.n_top else []
+            self._entries.append(Entry(token, generation.logprobs[-1], top))
         is_stop = token in self.stop_ids
         if not is_stop:
             self._unwritten.append(token)

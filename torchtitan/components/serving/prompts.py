@@ -197,6 +197,7 @@ class Preparer:
             stop=[*request.stop, *stop_texts],
             stop_ids=self._stop_ids,
             kept=kept,
+            wants_logprobs=request.logprobs,
             n_top=min(request.n_top, self._vocab_size),
             streams=request.stream,
         )
