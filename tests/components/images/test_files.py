@@ -16,7 +16,8 @@ from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
 from torchtitan.components.data.finetuning.conversation import BrokenSample
-from torchtitan.components.images.files import ImageFile, ImageOpener, decoded
+from torchtitan.components.images.decoding import decoded
+from torchtitan.components.images.files import ImageFile, ImageOpener
 from torchtitan.tools.errors import UserError
 
 
