@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from torchtitan.components.data.base import BaseDataLoader, Batch
     from torchtitan.components.data.report import DataSummary
     from torchtitan.components.tokenizer import Tokenizer
+    from torchtitan.config import ParallelismConfig
     from torchtitan.config.manager import ResolvedConfig
+    from torchtitan.trainer import Trainer
     from torchtitan.trainer.data_progress import DataProgress
 
 _DESCRIPTIONS = {
@@ -100,12 +102,12 @@ def _parse_and_run(command: str, args: Sequence[str]) -> None:
 class _Run(NamedTuple):
     """The configuration of a run's data."""
 
-    config: Any  # a Trainer.Config
+    config: "Trainer.Config"
     tokenizer: "Tokenizer"
     samples_per_step: int
 
     @classmethod
-    def of(cls, config: Any) -> "_Run":
+    def of(cls, config: "Trainer.Config") -> "_Run":
         """Check the configuration that the data depends on, and tokenize the data if needed."""
         for component in (config.tokenizer, config.dataloader, config.training, config.debug):
             component.validate()
@@ -141,11 +143,10 @@ class _Run(NamedTuple):
             yield loader
 
     def length(self, n_samples: int | None) -> "DataProgress":
-        progress: DataProgress = self.config.data_progress(self.samples_per_step, n_samples)
-        return progress
+        return self.config.data_progress(self.samples_per_step, n_samples)
 
 
-def _data_parallel_degree(parallelism: Any) -> int:
+def _data_parallel_degree(parallelism: "ParallelismConfig") -> int:
     """Return the number of ranks that read different samples, out of `NGPU` x `NNODES` processes,
     or more if the configured degrees need more."""
     import torch

@@ -59,7 +59,7 @@ class ImagePrompts:
         return expanded, self._model.reading(inputs.to(device))
 
 
-def message(text: str, n_images: int) -> dict[str, Any]:
+def message(text: str, n_images: int) -> dict[str, object]:
     """Return a user's message: its images, and the text after them."""
     if not n_images:
         return {"role": "user", "content": text}

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torchtitan.cli.data_samples import token_texts
 from torchtitan.cli.report import is_metrics, points_of, shown_metrics, thinned, unit_of
@@ -42,7 +41,7 @@ class RunsView:
     def names(self) -> list[str]:
         return list(self._files())
 
-    def read(self, name: str, query: Mapping[str, str]) -> dict[str, Any]:
+    def read(self, name: str, query: Mapping[str, str]) -> dict[str, object]:
         """Return the `curves`, metric → its points, [step, value], thinned out; and the `units` of
         metrics."""
         file = self._files().get(name)
@@ -95,7 +94,7 @@ class DataView:
     def names(self) -> list[str]:
         return list(self._rows)
 
-    def read(self, name: str, query: Mapping[str, str]) -> dict[str, Any]:
+    def read(self, name: str, query: Mapping[str, str]) -> dict[str, object]:
         """Return the rows from number `first` on, at most `number`: `where` they are, and their
         `samples`, each a list of tokens [text, is trained], or why the row is `dropped`."""
         first = _whole_number(query, "first", 0, _LAST_FIRST_ROW)

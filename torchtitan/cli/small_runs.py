@@ -51,7 +51,7 @@ class SmallRun:
     steps: int
     cost: "Cost"
     setting: "Setting"
-    sections: dict[str, Any]
+    sections: dict[str, object]
     """Its configuration, as its file has it."""
 
     @property
@@ -149,7 +149,7 @@ class SmallRun:
         return 0
 
 
-def _values(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def _values(section: object, prefix: str) -> Iterator[tuple[str, object]]:
     """Return option → value, and section → names of its sections, such as groups of parameters."""
     if not isinstance(section, dict):
         yield prefix, section

@@ -8,7 +8,7 @@ import shlex
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchtitan.cli.launch import Hosts, environment_number, launch
 from torchtitan.components.observe.run_files import FORESIGHT
@@ -18,6 +18,9 @@ from torchtitan.tools.logging import check_log_ranks, init_logger, presentable
 from torchtitan.tools.process import COMMAND_VARIABLE, usable_cores, use_expandable_segments
 from torchtitan.tools.redact import redact
 from torchtitan.train import exit_code_of, log_message, run, with_fitting_mode, with_preflight
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
 
 PROGRAM_VARIABLE = "TORCHTITAN_PROGRAM"
 """Environment variable with the user's command if a script calls `torchtitan train`."""
@@ -95,7 +98,7 @@ def _train(args: list[str]) -> int:
     return 0
 
 
-def _dry_run(config: Any) -> None:
+def _dry_run(config: "Trainer.Config") -> None:
     from torchtitan.dry_run import dry_run
     from torchtitan.foresight.devices import device_in_file, device_named
     from torchtitan.foresight.prediction import predict_from_reports

@@ -212,17 +212,22 @@ def reports_of(config: Trainer.Config, world_size: int) -> Iterator[RankReport]:
 
 
 def _simulate(
-    config: Trainer.Config, dry_config: Trainer.Config, rank: int, world_size: int, **options: Any
+    config: Trainer.Config,
+    dry_config: Trainer.Config,
+    rank: int,
+    world_size: int,
+    *,
+    last_layers: dict[int, int] | None = None,
+    replays_layers: bool = True,
 ) -> RankReport:
-    """Simulate one step on a rank; `options` are attributes of the trainer. Raise `LayersDiffer`,
-    or `UserError` if the model reads values."""
+    """Simulate one step on a rank; the last arguments are attributes of the trainer. Raise
+    `LayersDiffer`, or `UserError` if the model reads values."""
     exception_hook = sys.excepthook
     if world_size > 1:
         init_fake_group(rank, world_size)
     try:
         trainer = fake_trainer(dry_config)
-        for name, value in options.items():
-            setattr(trainer, name, value)
+        trainer.last_layers, trainer.replays_layers = last_layers, replays_layers
         trainer.measure_step(images_of(config, trainer.sequences_per_sample))
         return report_of(trainer, config.compile)
     except (DynamicOutputShapeException, DataDependentOutputException) as error:

@@ -168,7 +168,8 @@ def _range_of_rates(optimizer: Optimizer.Config) -> str:
 def _predictions(
     config: DialTrainer.Config, cost: Cost, tokenizer: Tokenizer | None, world_size: int
 ) -> dict[str, str]:
-    vocabulary: Any = config.model_spec.model.vocab_size
+    vocabulary = config.model_spec.model.vocab_size
+    assert vocabulary is not None
     share = vocabulary * config.model_spec.model.dim / cost.parameters
     size = f"{cost.parameters:,.0f} parameters per token, {share:.0%} of them the output head"
     found = {"cost": f"{cost.flops:.3g} FLOPs; {size}"}

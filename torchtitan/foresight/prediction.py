@@ -110,7 +110,7 @@ def predict_from_reports(
     the kernels of a converter."""
     check_kernels(config, device)
     with torch.device("meta"):
-        whole: Any = with_vocabulary(config).model_spec.model.build()
+        whole = with_vocabulary(config).model_spec.model.build()
     layout = Layout.of(config, world_size)
     work: list[WorkOfRank] = [
         list(timed_work(one.work, layout.dims, devices_per_host)) for one in reports

@@ -6,7 +6,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import ceil
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from torchtitan.dry_run.report import RankReport, axis_of, reports_of
 from torchtitan.dry_run.work_tracker import CommunicationKind, Kernel, Work
 from torchtitan.foresight.narrow_work import NARROW, NarrowPart, narrow_parts, narrowed
 from torchtitan.foresight.time import Message, Role
+from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Trainer
 
@@ -106,7 +107,7 @@ class Profile(NamedTuple):
 def find_facts(config: Trainer.Config) -> Facts:
     """Return the sizes of a model. Raise `UserError` unless it consists of layers of a few kinds,
     and for narrow layers that every device emulates."""
-    model: Any = config.model_spec.model
+    model = config.model_spec.model
     n_layers = getattr(model, "n_layers", 0)
     if not n_layers:
         raise UserError(
@@ -114,7 +115,7 @@ def find_facts(config: Trainer.Config) -> Facts:
             "memory of a model from them"
         )
 
-    def build(n_layers: int) -> Any:
+    def build(n_layers: int) -> BaseModel:
         with torch.device("meta"):
             return model.with_layers(n_layers).build()
 
@@ -135,7 +136,7 @@ def find_facts(config: Trainer.Config) -> Facts:
     return Facts(n_layers, prefixes, flops, narrow_parts(config, whole))
 
 
-def _is_model(model: Any, n_layers: int) -> bool:
+def _is_model(model: BaseModel.Config, n_layers: int) -> bool:
     try:
         model.with_layers(n_layers).validate()
     except UserError:
