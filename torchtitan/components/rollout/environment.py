@@ -1,5 +1,6 @@
 """Environments: what answers the model's turns, and rewards them."""
 
+import inspect
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -89,4 +90,8 @@ def checked_step(step: object, name: str) -> Step:
 
 async def result_of(value: Awaitable[T] | T) -> T:
     """Return a value, which may have to be awaited."""
-    return await value if isinstance(value, Awaitable) else value
+    if inspect.isawaitable(value):
+        result: T = await value
+        return result
+    assert not isinstance(value, Awaitable)
+    return value
