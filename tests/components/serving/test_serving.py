@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import copy
 import json
+import random
 import socket
 import threading
 import time
@@ -631,6 +632,77 @@ def test_any_values_of_fields_are_answered(client, path):
                 assert answer.status_code in (400, 404), (name, value, error)
                 assert error["message"] and error["param"], (name, value, error)
     assert statuses == {200, 400, 404}
+
+
+ARGUMENT_SCHEMAS = [
+    *({"type": "integer"}, {"type": ["string", "null"]}, {"enum": ["1", 2]}, {"const": 1}, True),
+    *({"$ref": "#/$defs/A"}, {"anyOf": [True, {"type": 5}]}, {"allOf": 1}, {"enum": 5}, 5, None),
+]
+
+
+@pytest.fixture(scope="module")
+def keyed(stories, assets):
+    """A template whose calls have arguments without quotes."""
+    source = (assets / "templates" / "Qwen3.5-4B.jinja").read_text()
+    # the place of tools without its long instructions
+    start, end = source.index("<IMPORTANT>"), source.index("</IMPORTANT>")
+    template = ChatTemplate(source[:start] + source[end:], name="qwen3.5")
+    app, scheduler = make_app(stories, template=template)
+    with TestClient(app, base_url=ANY_HOST) as client:
+        yield client, scheduler
+
+
+@pytest.mark.slow
+def test_conversations_at_random_are_answered(keyed, stories_tokenizer, monkeypatch):
+    """Shapes of messages, schemas of tools, and calls in replies: an answer in JSON or a mistake by
+    name, and no row stays."""
+    client, scheduler = keyed
+    draws = random.Random(0)
+    statuses = []
+
+    def any_of(*values, wrong=0.05):
+        return draws.choice(VALUES if draws.random() < wrong else values)
+
+    for _ in range(80):
+        schema = {"type": "object", "properties": {"a": draws.choice(ARGUMENT_SCHEMAS)}}
+        function = {"name": "f", "parameters": any_of(schema, {}, None)}
+        call = {"id": "abcdefghi", "function": {"name": "f", "arguments": any_of("{}", '{"a":1}')}}
+        answer = {"role": "assistant", "content": any_of(None, "", "x")}
+        answer["tool_calls"] = any_of([call], [call, call], None)
+        answer[draws.choice(["name", "prefix", "reasoning", "weight", "x"])] = any_of(
+            None, True, "y"
+        )
+        result = {
+            "role": any_of("tool", "user"),
+            "content": any_of("5", [{"type": "text", "text": "5"}]),
+        }
+        fields = {
+            "messages": [*MESSAGES, *draws.sample([answer, result], draws.randrange(3))],
+            "tools": [{"type": "function", "function": function}],
+            "stream": any_of(True, False),
+            "n": any_of(1, 2),
+            "parallel_tool_calls": any_of(True, False, None),
+            "tool_choice": any_of("auto", "none", "required"),
+            "logprobs": any_of(True, False),
+        }
+        value = draws.choice(["1", "True", "null", "{", '"x"', "1e999", r'"\ud800"', ""])
+        Scripted(
+            monkeypatch,
+            stories_tokenizer,
+            "x</think>\n<tool_call>\n<function=f>\n<parameter=a>\n"
+            f"{value}\n</parameter>\n</function>\n</tool_call>",
+        )
+        reply = ask(client, CHAT, **fields, temperature=1)
+        statuses.append(reply.status_code)
+        assert reply.status_code in (200, 400), (fields, reply.text)
+        if reply.status_code == 400:
+            assert reply.json()["error"]["param"], (fields, reply.text)
+        elif reply.headers["content-type"].startswith("text/event-stream"):
+            assert reply.text.endswith("data: [DONE]\n\n"), (fields, reply.text)
+        else:
+            assert reply.json()["choices"]
+        assert scheduler.n_running == scheduler.n_waiting == 0
+    assert min(statuses.count(200), statuses.count(400)) > 10
 
 
 @pytest.mark.parametrize("depth", [100, 400, 900])
