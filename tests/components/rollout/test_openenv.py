@@ -1,6 +1,7 @@
 """A session of a server of OpenEnv as an environment."""
 
 import asyncio
+import math
 import socket
 import threading
 
@@ -35,7 +36,8 @@ class Adding(env_server.Environment):
     def step(self, action, timeout_s=None, **options):
         self.total += int(action.message)
         is_done = self.total >= 10
-        return Total(total=self.total, reward=float(self.total == 10), done=is_done)
+        reward = {50: None, 60: math.nan, 70: math.inf}.get(self.total, float(self.total == 10))
+        return Total(total=self.total, reward=reward, done=is_done)
 
     @property
     def state(self):
@@ -46,8 +48,8 @@ class Adding(env_server.Environment):
 def url():
     import uvicorn
 
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+    # Clients may connect before the server has started.
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         app = env_server.create_fastapi_app(Adding, Number, Total, max_concurrent_envs=1)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
@@ -84,3 +86,23 @@ def test_sessions_keep_their_state_and_wait_for_one_another(url):
 
     found = asyncio.run(together())
     assert found == [([str(seed), str(seed + 2), "10"], 1.0, True) for seed in range(4)]
+
+
+@pytest.mark.parametrize("last", [50, 60, 70])
+def test_an_end_without_any_reward_has_no_verdict(url, last):
+    """The server sends NaN and infinity as null: 0 would be a verdict on a broken environment."""
+
+    class Session(OpenEnvironment):
+        pass
+
+    Session.url = url
+
+    async def play(*numbers):
+        environment = Session()
+        await environment.reset({})
+        steps = [await environment.step(Reply(str(number))) for number in numbers]
+        await environment.close()
+        return [step.reward for step in steps]
+
+    assert asyncio.run(play(last)) == [None]
+    assert asyncio.run(play(2, last - 2)) == [0.0, 0.0]  # the first step had the reward 0

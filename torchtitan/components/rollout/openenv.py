@@ -19,7 +19,10 @@ class OpenEnvironment(Environment):
 
     A session is a WebSocket. The server keeps an environment for each; its HTTP requests
     would each get a new environment. Rollouts beyond `sessions` wait. Processes do not know of one
-    another's sessions."""
+    another's sessions.
+
+    A step without a reward has the reward 0. An episode that ends and had none has no verdict:
+    servers send a reward of NaN or infinity as none."""
 
     url = ""
     """Address of the server, such as http://localhost:8000."""
@@ -28,6 +31,7 @@ class OpenEnvironment(Environment):
     divided by the number of processes that sample."""
     _place: asyncio.Semaphore | None = None
     _client: "GenericEnvClient | None" = None
+    _has_reward = False
     _places: ClassVar[
         "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[type, asyncio.Semaphore]]"
     ] = WeakKeyDictionary()
@@ -70,7 +74,10 @@ class OpenEnvironment(Environment):
         assert self._client is not None, "`reset` makes it"
         result = await self._client.step(dict(self.to_action(reply)))
         message = self.to_messages(result.observation)
-        return Step(message, float(result.reward or 0.0), bool(result.done))
+        self._has_reward |= result.reward is not None
+        nothing = 0.0 if self._has_reward or not result.done else None
+        reward = nothing if result.reward is None else result.reward
+        return Step(message, reward, bool(result.done))
 
     async def close(self) -> None:
         try:
