@@ -30,6 +30,9 @@ from typing import (
 from torchtitan.config.code import untrusted_in
 from torchtitan.tools.errors import UserError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -59,7 +62,7 @@ class Section:
             object.__setattr__(self, name, value)
 
 
-def _listed(cls: type, name: str, value: object) -> Any:
+def _listed(cls: type, name: str, value: object) -> object:
     """Return a single value of an option as its list, and values of other options unchanged."""
     declared = list_options(cls).get(name)
     if declared is None:
@@ -69,7 +72,7 @@ def _listed(cls: type, name: str, value: object) -> Any:
     return [str(value)]
 
 
-def _with_texts(cls: type, name: str, values: list[Any] | tuple[Any, ...]) -> Any:
+def _with_texts(cls: type, name: str, values: list[object] | tuple[object, ...]) -> object:
     """Return a list with the texts of its paths if the option holds texts, else the list."""
     declared = list_options(cls).get(name)
     texts = [str(value) if isinstance(value, Path) else value for value in values]
@@ -213,7 +216,7 @@ def to_plain(value: object) -> Any:
     )
 
 
-def _fields_as_plain(value: Any) -> dict[str, Any]:
+def _fields_as_plain(value: "DataclassInstance") -> dict[str, Any]:
     return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
 
 
@@ -243,7 +246,7 @@ def from_plain(cls: type, document: Mapping[str, object], prefix: str = "") -> A
     )
 
 
-def _field_value(declared: Any, value: Any, key: str) -> Any:
+def _field_value(declared: object, value: Any, key: str) -> object:
     plain = get_args(declared)[0] if get_origin(declared) is Annotated else declared
     if dataclasses.is_dataclass(plain):
         assert isinstance(plain, type)
@@ -371,7 +374,7 @@ def _is_choice(value: object, choice: object, *, quoted: bool) -> bool:
     return is_text or type(value) is type(choice) and value == choice
 
 
-def _item_types(declared: object, n_items: int) -> Sequence[Any]:
+def _item_types(declared: object, n_items: int) -> Sequence[object]:
     """Return the item types of a list or tuple with `n_items` items; of a fixed tuple, all of its
     types."""
     arguments = get_args(declared)
@@ -412,7 +415,7 @@ _CHOICES_ELSEWHERE = {
 """Word of other libraries → the same choice here."""
 
 
-def suggest_choice(value: object, declared: Any) -> str:
+def suggest_choice(value: object, declared: object) -> str:
     """Return `; did you mean 'x'?` for the word of a `Literal` type that `value` begins with, or is
     most like, in any case and without dashes; of a list, its first item that is no such word. ""
     without a similar word."""

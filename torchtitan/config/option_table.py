@@ -69,8 +69,8 @@ SECTIONS: Mapping[str, type[_Checked]] = {
 class Option(NamedTuple):
     """An option, or a field that is not an option, whose declared type is `Any`."""
 
-    declared: Any
-    default: Any
+    declared: object
+    default: object
     text: str
     hidden: bool
 
@@ -99,7 +99,7 @@ class KnownConfiguration:
         return [key for key, field in self.fields.items() if not field.hidden]
 
     @property
-    def types(self) -> dict[str, Any]:
+    def types(self) -> dict[str, object]:
         """The declared types of the options, and `Any` for fields that are not options."""
         return {key: field.declared for key, field in self.fields.items()}
 
@@ -160,7 +160,7 @@ class KnownConfiguration:
         fields = []
         for name, item in document.items():
             key = f"{section}.{name}".lstrip(".")
-            make: Callable[[], Any]
+            make: Callable[[], object]
             if isinstance(item, Option):
                 kind, text = item.declared, item.text
                 make = partial(copy, item.default)

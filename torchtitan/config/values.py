@@ -16,11 +16,11 @@ def option_names(keys: Iterable[str], types: Mapping[str, object]) -> list[str]:
     return [key for key in keys if not is_hidden(types.get(key))]
 
 
-def types_by_key(value: Any, declared: Any, key: str = "") -> dict[str, Any]:
+def types_by_key(value: Any, declared: object, key: str = "") -> dict[str, Any]:
     """Return the types of all values by their command-line keys, including class names for items of
     a list of configurations, but not fields with `tyro.conf.arg(name="")`. Values inside a hidden
     field are hidden."""
-    children: Iterable[tuple[str, Any, Any]]
+    children: Iterable[tuple[str, object, object]]
     kind: type = type(value)
     if dataclasses.is_dataclass(kind):
         hints = field_types(kind)
@@ -74,7 +74,7 @@ def nested(values: Mapping[str, object]) -> dict[str, Any]:
     return document
 
 
-def with_values(value: Any, declared: Any, given: Mapping[str, object], key: str = "") -> Any:
+def with_values(value: Any, declared: object, given: Mapping[str, object], key: str = "") -> Any:
     """Return a copy of a configuration with the values `given` by the keys of `types_by_key`, which
     fit their types. `key` is the configuration's own."""
     if key in given:
