@@ -9,3 +9,9 @@ from pathlib import Path
 def tree_of(path: Path) -> ast.Module:
     """Return the syntax tree of a source file."""
     return ast.parse(path.read_text())
+
+
+@cache
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    """Return the nodes of a syntax tree, as `ast.walk` yields them."""
+    return list(ast.walk(tree))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import PROJECT
-from tests.parsed import tree_of
+from tests.parsed import nodes_of, tree_of
 from tests.training import TINY, flags
 
 LAYERS = [
@@ -78,7 +78,7 @@ def imports_of(tree: ast.AST, package: str) -> list[str]:
     in it, also inside functions and for type checking alone, since whoever reads the one needs the
     other."""
     names = []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -234,7 +234,7 @@ def own_names(trees: Iterable[ast.AST]) -> set[str]:
     `self`."""
     names = set()
     for tree in trees:
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 names.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -250,7 +250,7 @@ def private_names_of_torch(tree: ast.AST, allowed: set[str]) -> Iterator[str]:
     of anything (unless the attribute is one of `allowed`), by `getattr` and its kin, and by a
     module's name in a string."""
     bound = {"torch"}
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             aliases = [alias for alias in node.names if alias.name.split(".")[0] == "torch"]
             yield from (alias.name for alias in aliases if is_private(alias.name))
@@ -259,7 +259,7 @@ def private_names_of_torch(tree: ast.AST, allowed: set[str]) -> Iterator[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name for name in names if is_private(name))
             bound |= {alias.asname or alias.name for alias in node.names}
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             if node.attr not in allowed or ast.unparse(node).split(".")[0] in bound:
                 yield ast.unparse(node)
@@ -344,11 +344,11 @@ def test_arrays_are_written_by_one_function():
         node.attr for node in ast.walk(ast.parse("x.tofile(y)")) if isinstance(node, ast.Attribute)
     }
     for name, tree in sources().items():
-        used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        used = {node.attr for node in nodes_of(tree) if isinstance(node, ast.Attribute)}
         assert used.isdisjoint({"tofile", "savez"}), name
         assert not [
             node
-            for node in ast.walk(tree)
+            for node in nodes_of(tree)
             if isinstance(node, ast.Attribute) and _is_numpy_save(node)
         ], name
 
@@ -380,14 +380,14 @@ def groups_made(tree: ast.Module) -> list[str]:
     """Return the calls that make process groups, also of functions imported under another name."""
     names = {
         alias.asname or alias.name: alias.name
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    called = [node.func for node in nodes_of(tree) if isinstance(node, ast.Call)]
     own = {
         alias.asname or alias.name
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchtitan.")
         for alias in node.names
     }
@@ -431,7 +431,7 @@ def test_only_one_module_makes_process_groups():
     users = {
         name
         for name, tree in sources().items()
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.ImportFrom) and node.module == "torchtitan.tools.torch_private"
         if private & {alias.name for alias in node.names}
     }
