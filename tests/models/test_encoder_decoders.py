@@ -367,6 +367,44 @@ def test_answers_equal_those_of_the_class(
     assert result["exact_match"] == pytest.approx(n_right / 3)
 
 
+@pytest.mark.parametrize("model_type", ["trocr", *map(slow, ("florence2", "pix2struct"))])
+def test_choices_are_scored_as_answers(
+    model_type: str,
+    folders: Callable[[str], Path],
+    images: tuple[Path, list[Image.Image]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The decoder reads BOS before an answer of TrOCR and Florence-2."""
+    from torchtitan.cli.evaluate import evaluate
+    from torchtitan.components.evaluation import image_questions
+
+    folder = folders(model_type)
+    root, opened = images
+    prompt, choices = PROMPTS[model_type][1], ["Yes", "a dog"]
+    found: list[Any] = []
+    score = image_questions.ImageQuestionScorer.score
+
+    def keep(*args: Any) -> Any:
+        found.extend(score(*args))
+        return found
+
+    monkeypatch.setattr(image_questions.ImageQuestionScorer, "score", keep)
+    row = {"query": prompt, "choices": choices, "gold": 0, "image": "1.png"}
+    questions = written(root / "choices.jsonl", [row])
+    assert (
+        evaluate(["--checkpoint", str(folder), "--tasks", str(questions), "--device", "cpu"]) == 0
+    )
+    expected = []
+    for choice in choices:
+        inputs = inputs_of(model_type, folder, [prompt], [choice], opened[1:2])
+        labels = inputs["labels"][0]
+        with torch.no_grad():
+            logprobs = class_of(folder).eval()(**inputs).logits[0].log_softmax(-1)
+        of_answer = logprobs.gather(1, labels.clamp(min=0)[:, None])[labels >= 0, 0]
+        expected.append(float(of_answer[len(begins(model_type)) > 0 : -1].sum()))  # without EOS
+    assert [one.logprob for one in found] == pytest.approx(expected, abs=5e-5)
+
+
 @pytest.mark.parametrize("model_type", TYPES)
 def test_exports_open_with_the_same_logits(
     model_type: str,

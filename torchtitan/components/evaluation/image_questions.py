@@ -70,6 +70,7 @@ class ImageQuestionScorer:
         self._chat = ChatEncoder(tokenizer, template, "assistant")
         self._processor = processor
         self._make_batch = ImageBatches(processor)
+        self._opening = _opening_of(template, tokenizer)
 
     @torch.no_grad()
     def score(self, questions: Sequence[Question], folder: Path) -> list[Score]:
@@ -99,6 +100,7 @@ class ImageQuestionScorer:
         prompt, images = encode_question(
             question, folder, self._chat, self._tokenizer, self._processor
         )
+        prompt = [*prompt, *self._opening]
         rows = []
         for answer in self._tokenizer.tokenize(question.choices, allow_special=False):
             tokens = np.concatenate((prompt, np.array(answer, np.int64)))
@@ -134,3 +136,20 @@ class ImageQuestionScorer:
             )
         sums: list[float] = values_BL.sum(dim=1, dtype=torch.float64).tolist()
         return sums
+
+
+def _opening_of(template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
+    """Return the special tokens between a prompt and the text of its answer, such as the BOS that
+    begins Florence-2's."""
+    asked = [{"role": "user", "content": "question"}]
+    answered = [*asked, {"role": "assistant", "content": "answer"}]
+    try:
+        prompt = template.render(asked, add_generation_prompt=True)
+        whole = template.render(answered, add_generation_prompt=False)
+    except UserError:  # it does not accept this conversation
+        return []
+    opening, found, _ = whole.removeprefix(prompt).partition("answer")
+    if not (whole.startswith(prompt) and found):
+        return []
+    [ids] = tokenizer.tokenize([opening], allow_special=True)
+    return ids if tokenizer.special_ids.issuperset(ids) else []
