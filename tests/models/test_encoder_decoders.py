@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, T5Tokenizer
 
 from tests.experiments.test_distillation_images import TEMPERATURE, WEIGHT, distill
 from tests.experiments.test_reward_classes import Scores
@@ -182,13 +182,11 @@ def test_loss_and_gradients_equal_those_of_the_class(
     assert len({Image.open(root / f"{n}.png").size for n in range(3)}) == len(SIZES)
 
 
-def test_a_prompt_is_drawn_above_the_image(
-    folders: Callable[[str], Path],
-    images: tuple[Path, list[Image.Image]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of a Pix2Struct for questions; here in the font of Pillow."""
+@pytest.fixture
+def questions(
+    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """The folder of a Pix2Struct for questions, which writes prompts in the font of Pillow here."""
     from transformers.models.pix2struct import image_processing_pil_pix2struct as module
 
     def drawn(text: str, **_: Any) -> Image.Image:
@@ -196,24 +194,86 @@ def test_a_prompt_is_drawn_above_the_image(
         ImageDraw.Draw(picture).text((0, 0), text, fill="black")
         return picture
 
-    plain = folders("pix2struct")
-    folder = shutil.copytree(plain, tmp_path / "pix2struct")
+    monkeypatch.setattr(module, "render_text", drawn)
+    folder = shutil.copytree(folders("pix2struct"), tmp_path / "pix2struct")
     path = folder / "preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"is_vqa": True}))
-    monkeypatch.setattr(module, "render_text", drawn)
+    return folder
+
+
+def loss_of_questions(
+    folder: Path, opened: list[Image.Image], prompts: list[str], labels: torch.Tensor
+) -> float:
+    """Return the loss of the class with prompts above the images."""
+    call = AutoImageProcessor.from_pretrained(folder)
+    inputs = dict(call(opened, header_text=prompts, return_tensors="pt"))
+    return float(class_of(folder)(**inputs, labels=labels).loss.detach())
+
+
+def test_a_prompt_is_drawn_above_the_image(
+    questions: Path,
+    folders: Callable[[str], Path],
+    images: tuple[Path, list[Image.Image]],
+    tmp_path: Path,
+) -> None:
     root, opened = images
     prompts = ["which?", "what is it?", "x"]
-    call = AutoImageProcessor.from_pretrained(folder)
-    losses = []
-    for headers in (prompts, prompts[::-1]):
-        inputs = dict(call(opened, header_text=headers, return_tensors="pt"))
-        labels = inputs_of("pix2struct", plain, None, ANSWERS, opened)["labels"]
-        losses.append(float(class_of(folder)(**inputs, labels=labels).loss.detach()))
+    labels = inputs_of("pix2struct", folders("pix2struct"), None, ANSWERS, opened)["labels"]
+    losses = [
+        loss_of_questions(questions, opened, headers, labels)
+        for headers in (prompts, prompts[::-1])
+    ]
     more = {"training__local_batch_size": 3}
-    train(tmp_path / "run", **options(folder, write_rows(root, prompts)) | more)
+    train(tmp_path / "run", **options(questions, write_rows(root, prompts)) | more)
     [(_, ours)] = read_metrics(tmp_path / "run", "loss")
     assert ours == pytest.approx(losses[0], rel=1e-5)
     assert abs(losses[1] / losses[0] - 1) > 1e-3
+
+
+def write_t5_tokenizer(folder: Path) -> Any:
+    """Give a folder a tokenizer of T5's class, and return it."""
+    words = ["?", "?Yes", "Yes", *(f"▁{word}" for word in ("", "Yes", "a", "is", "it", "what"))]
+    known = [*words, *"abcdefghijklmnopqrstuvwxyz"]
+    scores = [(word, -2.0 if len(word) > 1 else -4.0) for word in known]
+    special = [(token, 0.0) for token in ("<pad>", "</s>", "<unk>")]
+    tokenizer = T5Tokenizer(vocab=special + scores, extra_ids=0)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    tokenizer.save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for part in (config, config["text_config"]):
+        part["decoder_start_token_id"] = tokenizer.pad_token_id
+    path.write_text(json.dumps(config))
+    return tokenizer
+
+
+def test_answers_have_the_same_tokens_after_any_prompt(
+    questions: Path, images: tuple[Path, list[Image.Image]], tmp_path: Path
+) -> None:
+    """T5's tokenizer begins a text with a space, and writes `?Yes` as one token: the answer after a
+    prompt would have other tokens without EOS between both."""
+    tokenizer = write_t5_tokenizer(questions)
+    root, opened = images
+    prompts, answers = ["what?", "what is it", "x"], ["Yes", "Yes a", "what is it"]
+    labels = [tokenizer(answer)["input_ids"] for answer in answers]
+    assert labels[0] == tokenizer.convert_tokens_to_ids(["▁Yes", "</s>"])
+    assert labels[0][0] not in tokenizer(prompts[1] + answers[1])["input_ids"]
+    expected = loss_of_questions(questions, opened, prompts, padded(labels, -100))
+    rows = write_rows(root, prompts, "t5.jsonl", answers)
+    train(tmp_path / "run", **options(questions, rows) | {"training__local_batch_size": 3})
+    [(_, ours)] = read_metrics(tmp_path / "run", "loss")
+    assert ours == pytest.approx(expected, rel=1e-5)
+
+
+def test_prompts_that_cannot_be_drawn_are_refused(
+    questions: Path, images: tuple[Path, list[Image.Image]], tmp_path: Path
+) -> None:
+    """Of characters that T5's tokenizer does not know, such as braces."""
+    write_t5_tokenizer(questions)
+    rows = write_rows(images[0], ["what {is} it?"], "braces.jsonl", ["x"])
+    with pytest.raises(UserError, match="tokenizer does not know: 'what <unk>is<unk> it"):
+        train(tmp_path / "run", **options(questions, rows), dataloader__broken="error")
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ class ClassTokenizer(Protocol):
     bos_token_id: int | None
     mask_token: str | None
     pad_token: str | None
+    unk_token_id: int | None
     backend_tokenizer: Any
     """The tokenizer of the library `tokenizers`."""
 

@@ -104,6 +104,15 @@ class PatchesForm(DecoderForm):
         self._reads_header = bool(getattr(opened.processor.image_processor, "is_vqa", False))
         super().__init__(opened, token)
 
+    def with_prompt(self, images: Sequence[ImageFile], ids: Sequence[int]) -> Sequence[ImageFile]:
+        images = super().with_prompt(images, ids)
+        if self._reads_header and self.opened.processor.tokenizer.unk_token_id in ids:
+            raise BrokenSample(
+                "its prompt is drawn above the image, and has characters that the tokenizer does "
+                f"not know: {shortened(images[0].prompt)}; write others"
+            )
+        return images
+
     def inputs(self, images: Samples) -> dict[str, Tensor]:
         flat = [image for sample in images for image in sample]
         more: dict[str, Any] = {}
