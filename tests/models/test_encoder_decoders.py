@@ -277,13 +277,24 @@ def test_prompts_that_cannot_be_drawn_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"),
+    ("model_type", "prompt", "message"),
     [
-        ("which? " * 9, "its image and its prompt have 82 tokens for the encoder, which reads 64"),
-        ("<OD> and more", "refuses its prompt '<OD> and more': ValueError: Task token <OD>"),
+        (
+            "florence2",
+            "which? " * 9,
+            "its image and its prompt have 82 tokens for the encoder, which reads 64",
+        ),
+        (
+            "florence2",
+            "<OD> and more",
+            "refuses its prompt '<OD> and more': ValueError: Task token <OD>",
+        ),
+        ("t5gemma2", "is <start_of_image> one?", "its prompt has <start_of_image>, which stands"),
+        ("t5gemma2", "<image_soft_token>", "its prompt has <image_soft_token>, which stands for"),
     ],
 )
 def test_prompts_that_an_encoder_cannot_read_are_refused(
+    model_type: str,
     prompt: str,
     message: str,
     folders: Callable[[str], Path],
@@ -292,7 +303,7 @@ def test_prompts_that_an_encoder_cannot_read_are_refused(
 ) -> None:
     rows = write_rows(images[0], [prompt], "refused.jsonl", ["x"])
     with pytest.raises(UserError, match=message):
-        train(tmp_path, **options(folders("florence2"), rows), dataloader__broken="error")
+        train(tmp_path, **options(folders(model_type), rows), dataloader__broken="error")
 
 
 def test_a_folder_may_name_no_processor(

@@ -139,6 +139,8 @@ class PromptedDecoderForm(DecoderForm):
 
     def __init__(self, opened: Opened, token: str):
         super().__init__(opened, token)
+        written = [one for one in opened.processor.image_token_ids if one is not None]
+        self._image_texts = {opened.token, *(opened.tokenizer.decode([one]) for one in written)}
         [ids] = self.inputs([noise()[:1]])["encoder_input_ids"]
         self._n_image_tokens = len(ids) - self._n_written("")
         self.identity = (*self.identity, self.most)
@@ -146,6 +148,11 @@ class PromptedDecoderForm(DecoderForm):
     def with_prompt(self, images: Sequence[ImageFile], ids: Sequence[int]) -> Sequence[ImageFile]:
         images = super().with_prompt(images, ids)
         for image in images:
+            if found := [token for token in self._image_texts if token in image.prompt]:
+                raise BrokenSample(
+                    f"its prompt has {found[0]}, which stands for an image in what the encoder "
+                    "reads; remove it"
+                )
             n_tokens = self._n_image_tokens + self._n_written(image.prompt)
             if n_tokens > self.most:
                 raise BrokenSample(
