@@ -589,6 +589,16 @@ def test_text_alone_is_refused(folders: Callable[[str], Path], tmp_path: Path) -
         train(tmp_path / "run", **options(folders("blip-2"), rows) | more)
 
 
+def test_text_is_not_generated_without_an_image(
+    folders: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torchtitan.cli.generate import generate
+
+    words = ["--checkpoint", str(folders("blip-2")), "--device", "cpu", "--prompt", "What?"]
+    assert generate(words) == 2
+    assert "blip-2 does not compute text alone here" in capsys.readouterr().err
+
+
 def test_operations_are_counted_once_for_prompts_of_a_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -633,11 +633,19 @@ def test_distillation_equals_that_of_the_class(
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_text_alone_is_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_text_alone_is_refused(
+    folders: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torchtitan.cli.generate import generate
+
     rows = written(tmp_path / "text.jsonl", [{"prompt": "What?", "completion": "x"}])
     more = {"config": "sft", "model__train": ABSENT}
-    with pytest.raises(UserError, match="decoder does not compute text alone here: its encoder"):
+    message = "decoder does not compute text alone here: its encoder"
+    with pytest.raises(UserError, match=message):
         train(tmp_path / "run", **options(folders("trocr"), rows) | more)
+    words = ["--checkpoint", str(folders("trocr")), "--device", "cpu", "--prompt", "What?"]
+    assert generate(words) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["decoder_layerdrop", "encoder_layerdrop"])

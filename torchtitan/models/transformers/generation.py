@@ -65,6 +65,11 @@ class ClassCache(KVCache):
             cache=self,
         )
 
+    @property
+    def has_images(self) -> bool:
+        """True if the class has images for the texts."""
+        return self._images is not None
+
     def newest(self, hidden_BSD: Tensor) -> Tensor:
         """Return the hidden states of the new tokens from those that the class computed."""
         return hidden_BSD[:, -self._n_new :]

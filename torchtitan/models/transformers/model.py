@@ -484,6 +484,8 @@ class TransformersModel(BaseModel):
             images = with_blank(self.model.config, images)
             reading = self._reading_images(images)
             inputs = image_arguments(self.model, images, self._reader_dtype())
+        elif needs_images(self.model.config) and not attention.cache.has_images:
+            raise UserError(text_alone_refusal(self.model.config))
         with reading:
             outputs = attention.cache.run(self.model, tokens_BL, attention, inputs)
         return outputs, attention.cache.newest(self._hidden_of(outputs))
