@@ -438,6 +438,29 @@ def test_answers_equal_those_of_the_class(
     assert result["exact_match"] == pytest.approx(n_right / 3)
 
 
+@pytest.mark.parametrize("model_type", ["trocr", *map(slow, ("donut", "florence2"))])
+def test_texts_of_images_are_generated_without_a_prompt(
+    model_type: str,
+    folders: Callable[[str], Path],
+    images: tuple[Path, list[Image.Image]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As they are trained from rows of texts."""
+    from torchtitan.cli.generate import generate
+
+    folder = folders(model_type)
+    root, opened = images
+    inputs = inputs_of(model_type, folder, None, ["x"], opened[1:2])
+    del inputs["labels"]
+    start = [start_of(model_type, folder)]
+    expected = greedy(class_of(folder).eval(), inputs, start, n_new=8)
+    words = ["--checkpoint", str(folder), "--device", "cpu", "--max_new_tokens", "8", "--json"]
+    assert generate([*words, "--image", str(root / "1.png"), "--prompt", ""]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == expected
+    assert generate([*words, "--image", str(root / "1.png")]) == 2
+    assert "--image needs a question or instruction" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("model_type", ["trocr", *map(slow, ("florence2", "pix2struct"))])
 def test_choices_are_scored_as_answers(
     model_type: str,

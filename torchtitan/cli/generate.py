@@ -139,9 +139,12 @@ def _answer_about_images(options: argparse.Namespace) -> None:
     for name, is_given in excluded.items():
         if is_given:
             raise UserError(f"--{name} cannot be combined with --image")
-    prompts = [text for text in _prompts(options) if text]
-    if not prompts:
-        raise UserError("--image needs a question or instruction: --prompt TEXT")
+    if not options.prompt and options.prompt_file is None:
+        raise UserError(
+            "--image needs a question or instruction: --prompt TEXT, or --prompt '' for a model "
+            "that is trained on images without one"
+        )
+    prompts = _prompts(options)
     options.module = options.module or "torchtitan.models.transformers"
     options.system = None
     options.chat_template = ""
