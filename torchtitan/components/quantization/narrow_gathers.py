@@ -36,7 +36,6 @@ from torchtitan.distributed.initialize import canonical_name, local_part, sharde
 from torchtitan.tools.errors import UserError
 from torchtitan.tools.sharded import is_dtensor
 from torchtitan.tools.torch_private import (
-    FSDPParam,
     extend_gather,
     fsdp_parameters,
     keep_write_count,
@@ -47,6 +46,8 @@ from torchtitan.tools.torch_private import (
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor import DTensor
+
+    from torchtitan.tools.torch_private import FSDPParam
 
 _MANTISSA_BITS = 5
 """Of a number rounded to odd, after its first 1: two more than E4M3 has."""
@@ -108,7 +109,7 @@ class NVFP4Gathers:
 
 def _gathered_layers(
     model_parts: Iterable[nn.Module], option: str, block: int
-) -> Iterator[tuple[FSDPParam, NarrowLinear]]:
+) -> "Iterator[tuple[FSDPParam, NarrowLinear]]":
     """Yield the narrow linear layers whose weights FSDP divides, each after FSDP's record of it."""
     parts = list(model_parts)
     names = {
