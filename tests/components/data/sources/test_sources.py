@@ -131,12 +131,14 @@ def test_folder_is_searched_in_sorted_order(tmp_path):
     [
         ("_delta_log/00000000000000000000.json", "Delta Lake"),
         ("metadata/00000-dceaab3f.metadata.json", "Iceberg"),
+        ("metadata/v3.metadata.json", "Iceberg"),
         (".hoodie/hoodie.properties", "Hudi"),
         ("_versions/18446744073709551614.manifest", "Lance"),
     ],
 )
 def test_tables_whose_files_may_be_replaced(metadata, name, tmp_path, monkeypatch, log):
-    """The names are those that deltalake 1.6, pyiceberg 0.12, Hudi and pylance 14 write."""
+    """The names are those that deltalake 1.6, pyiceberg 0.12, Iceberg without a catalog, Hudi and
+    pylance 14 write."""
     monkeypatch.setattr(lakes, "_warned", set())
     table = tmp_path / "[a]" / "table"
     for file in (table / "part=1" / "a.parquet", table / metadata):
@@ -159,7 +161,9 @@ def test_other_folders_are_no_tables(tmp_path, log):
     for name in ("metadata/a.jsonl", "_versions/a.jsonl", "delta_log/0.jsonl", "data/b.jsonl"):
         (tmp_path / name).parent.mkdir()
         write_table(tmp_path / name, texts=[name])
-    assert len(documents_at(tmp_path)) == 4 == len(documents_at(tmp_path / "*" / "*"))
+    for name in ("book.metadata.json", "video.metadata.json", "2024-01.metadata.json"):
+        (tmp_path / "metadata" / name).write_text('[{"text": "a"}]')
+    assert len(documents_at(tmp_path)) == 7 == len(documents_at(tmp_path / "*" / "*"))
     assert "table" not in log.text
 
 

@@ -14,7 +14,8 @@ from torchtitan.tools.logging import logger
 
 _METADATA = {
     "_delta_log/*.json": ("Delta Lake", "deltalake"),
-    "metadata/*.metadata.json": ("Iceberg", "pyiceberg"),
+    "metadata/v[0-9]*.metadata.json": ("Iceberg", "pyiceberg"),
+    "metadata/[0-9][0-9][0-9][0-9][0-9]-*.metadata.json": ("Iceberg", "pyiceberg"),
     ".hoodie/hoodie.properties": ("Hudi", "hudi"),
     "_versions/*.manifest": ("Lance", "pylance"),
 }
