@@ -17,6 +17,7 @@ from torchtitan.components.evaluation import (
 )
 from torchtitan.tools.errors import UserError
 from torchtitan.trainer import Callback
+from torchtitan.trainer.callbacks import PeriodicEvaluation
 from torchtitan.trainer.evaluation import Evaluation
 
 
@@ -96,6 +97,19 @@ def test_callbacks_without_work_are_left_out(tmp_path, files):
     }
     more = {"Evaluation", "Samples", "EarlyStopping", "BestMetric", "Profiling"}
     assert built(**options) == plain | more
+
+
+class Never(PeriodicEvaluation):
+    period = 0
+
+    def evaluate(self):
+        raise AssertionError("its period is 0")
+
+
+def test_an_evaluation_with_the_period_0_never_runs(tmp_path):
+    config = tiny_config(tmp_path, training__steps=2)
+    config.callbacks = [Never.Config()]
+    assert run(config).step == 2
 
 
 def test_callbacks_are_options(tmp_path):

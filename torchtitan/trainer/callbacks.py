@@ -169,7 +169,7 @@ class PeriodicEvaluation(Callback):
 
     @property
     def period(self) -> int:
-        """Steps between evaluations."""
+        """Steps between evaluations; 0: never evaluate."""
         raise NotImplementedError
 
     def evaluate(self) -> None:
@@ -177,8 +177,9 @@ class PeriodicEvaluation(Callback):
         raise NotImplementedError
 
     def after_step(self, outcome: StepResult) -> None:
-        self.is_pending = self.trainer.step % self.period != 0
-        if not self.is_pending:
+        period = self.period
+        self.is_pending = period > 0 and self.trainer.step % period != 0
+        if period and not self.is_pending:
             self._evaluate()
 
     def on_end(self, reason: StopReason) -> None:
