@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from tests.models.test_caption_images import write_model
 from tests.tiny_vision import vision_folder
 from torchtitan.cli.data_report import Inspection, page, print_samples
 from torchtitan.cli.data_samples import Document, Row, Sample, Token, with_images
@@ -112,6 +113,25 @@ def test_the_images_of_a_model_are_shown(tmp_path, capsys, monkeypatch):
     assert re.search(r"<.vision_start.>\[image 640x427: 28 tokens\]<.vision_end.> or ", printed)
     assert "[image 8x8: 4 tokens]" in printed and "No <image>" in printed
     assert (tmp_path / "page.html").read_text().count("<img src=") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["trocr", "blip"])
+def test_images_without_tokens_are_shown_before_their_texts(
+    model_type, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    (write_model if model_type == "blip" else vision_folder)(model_type, folder)
+    Image.new("RGB", (640, 427), "red").save(tmp_path / "a.png")
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"text": "red", "image": "a.png"}) + "\n")
+    options = ["--module", "auto", "--config", "sft_images", "--hf_assets_path", str(folder)]
+    options += ["--training.seq_len", "32", "--dataloader.dataset", str(data)]
+    assert main(["data", "inspect", *options]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"\[image 640x427: 0 tokens\].*⟦red", printed)
+    assert re.search(r"images +1, with 0 tokens", printed)
 
 
 @pytest.mark.slow

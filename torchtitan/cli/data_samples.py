@@ -149,16 +149,16 @@ def _with_images(
 
 def _without_text(ids: Sequence[int], types: Sequence[int]) -> list[int]:
     """Return the ids from the first to the last token of an image, without text around them, which
-    the tokens of other text may have joined."""
+    the tokens of other text may have joined; none of an image that an encoder or layers read."""
     of_image = [place for place, kind in enumerate(types) if kind]
-    return list(ids[of_image[0] : of_image[-1] + 1])
+    return list(ids[of_image[0] : of_image[-1] + 1]) if of_image else []
 
 
 def with_images(
     tokens: Sequence[Token], images: Sequence[ImageFile], places: Sequence[Sequence[int]]
 ) -> list[Token]:
-    """Return tokens, with one token for each image instead of its ids, `places`, in order. Skip
-    images whose ids are not found."""
+    """Return tokens, with one token for each image instead of its ids, `places`, in order. An image
+    without ids is inserted where the one before it ends. Skip images whose ids are not found."""
     ids = [token.id for token in tokens]
     shown: list[Token] = []
     end = 0
