@@ -444,8 +444,9 @@ def test_texts_of_images_are_generated_without_a_prompt(
     folders: Callable[[str], Path],
     images: tuple[Path, list[Image.Image]],
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    """As they are trained from rows of texts."""
+    """As they are trained from rows of texts, by models that have no chat template."""
     from torchtitan.cli.generate import generate
 
     folder = folders(model_type)
@@ -459,6 +460,16 @@ def test_texts_of_images_are_generated_without_a_prompt(
     assert json.loads(capsys.readouterr().out)["tokens"] == expected
     assert generate([*words, "--image", str(root / "1.png")]) == 2
     assert "--image needs a question or instruction" in capsys.readouterr().err
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    template = (bare / "chat_template.jinja").rename(tmp_path / "template.jinja")
+    words[1] = str(bare)
+    assert generate([*words, "--image", str(root / "1.png"), "--prompt", ""]) == 2
+    assert "set --chat_template to a file" in capsys.readouterr().err
+    words += ["--chat_template", str(template), "--prompt", ""]
+    assert generate([*words, "--image", str(root / "1.png")]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == expected
+    assert generate(words) == 2
+    assert "--chat_template is for prompts about an --image" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model_type", ["trocr", *map(slow, ("florence2", "pix2struct"))])

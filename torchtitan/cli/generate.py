@@ -63,6 +63,7 @@ def generate(args: Sequence[str]) -> int:
         help="image that each prompt is about; may be repeated. A prompt is then a user's message "
         "after the images, in the model's chat template, and only the answer is printed",
     )
+    add_chat_template_option(parser)
     parser.add_argument(
         "--json",
         action="store_true",
@@ -96,6 +97,11 @@ def _generate(options: argparse.Namespace) -> None:
 
     if options.image:
         return _answer_about_images(options)
+    if options.chat_template:
+        raise UserError(
+            "--chat_template is for prompts about an --image; text is continued as it is "
+            "(conversations: torchtitan chat)"
+        )
     sampling, n = sampling_of(options), options.best_of
     if n < 1 or (n > 1 and not (options.reward_model and sampling.temperature)):
         raise UserError(
@@ -147,7 +153,6 @@ def _answer_about_images(options: argparse.Namespace) -> None:
     prompts = _prompts(options)
     options.module = options.module or "torchtitan.models.transformers"
     options.system = None
-    options.chat_template = ""
     options.chat_template_kwargs = "{}"
     conversation = _Conversation(options)
     for prompt in prompts:
