@@ -289,8 +289,8 @@ def test_prompts_that_cannot_be_drawn_are_refused(
             "<OD> and more",
             "refuses its prompt '<OD> and more': ValueError: Task token <OD>",
         ),
-        ("t5gemma2", "is <start_of_image> one?", "its prompt has <start_of_image>, which stands"),
-        ("t5gemma2", "<image_soft_token>", "its prompt has <image_soft_token>, which stands for"),
+        ("t5gemma2", "is <start_of_image> one?", "its prompt has <start_of_image>, which the"),
+        ("t5gemma2", "<image_soft_token>", "its prompt has <image_soft_token>, which the"),
     ],
 )
 def test_prompts_that_an_encoder_cannot_read_are_refused(
@@ -321,7 +321,7 @@ def test_a_folder_may_name_no_processor(
     del settings["mask_token"]
     path.write_text(json.dumps(settings))
     tokenizer = PretrainedTokenizer.Config().build(path=str(folder))
-    with pytest.raises(UserError, match="'<.im_end.>' stands for an image here and ends answers"):
+    with pytest.raises(UserError, match="'<.im_end.>' marks an image here and ends answers"):
         ImageProcessor.from_folder(folder, tokenizer)
 
 

@@ -334,8 +334,8 @@ def _properties(schema: object) -> dict[str, object]:
 
 
 def _branches(schema: object, root: object) -> list[Mapping[str, Any]]:
-    """Return a schema, those that it combines, and those that they refer to. Clients write schemas:
-    what is no object, such as the schema true, says nothing."""
+    """Return a schema, the schemas that it combines, and the schemas that they refer to. A part
+    that is not an object, such as the schema true, says nothing."""
     found: dict[int, Mapping[str, Any]] = {}
     waiting = [schema]
     while waiting:

@@ -159,7 +159,7 @@ class Recorded:
     by_keys: dict[int, Step] = field(default_factory=dict)
     """By the number of slots that they attend to."""
     memory: Sequence[object] = ()
-    """What identifies the memory that they read."""
+    """Identity of the memory that they read."""
     graph: "weakref.ref[DecodeGraph] | None" = None
     """The graph in use, whose step is the recorded one."""
 

@@ -35,8 +35,8 @@ MESSAGE_KEYS = frozenset(
         *("annotations", "cache_control", "id", "provider_specific_fields"),
     }
 )
-"""Keys of messages that a template may leave out, and those of other servers' answers that change
-nothing. Others must be read by the template."""
+"""Keys of messages that a template may ignore, and keys of other servers' answers that change
+nothing. The template must read all other keys."""
 
 ToolChoice = Literal["none", "auto", "required"]
 

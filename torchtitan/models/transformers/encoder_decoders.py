@@ -1,5 +1,5 @@
-"""Classes whose encoder reads an image, and the prompt if it reads text: the tokens of a sample are
-those of the decoder, and begin with the one that starts it.
+"""Classes whose encoder reads an image, and the prompt if it reads text. A sample contains the
+decoder's tokens, and begins with its start token.
 
 Source: transformers 5.23.0, models/florence2, models/pix2struct, models/t5gemma2 and
 models/vision_encoder_decoder.
@@ -36,7 +36,7 @@ def decoder_inputs(ids_NM: Tensor, mask_NM: Tensor, rows: Mapping[str, Tensor]) 
 
 
 def encoder_width(config: Any) -> int:
-    """Return the size of the hidden states that a class takes for those of its encoder."""
+    """Return the size of the encoder's hidden states, as the decoder reads them."""
     if config.model_type == "vision-encoder-decoder":
         return int(config.encoder.hidden_size)
     return int(config.get_text_config(decoder=True).hidden_size)
@@ -85,7 +85,7 @@ def encoder_states(
     encoder_attention_mask: Tensor | None = None,
     return_dict: bool = True,
 ) -> Any:
-    """Return the states of the encoder of a class that reads an image only."""
+    """Return the encoder's states, in a class whose encoder reads only an image."""
     given = {"pixel_values": pixel_values, "flattened_patches": flattened_patches}
     given["attention_mask"] = encoder_attention_mask
     inputs = {name: one for name, one in given.items() if one is not None}

@@ -18,9 +18,9 @@ _START = "decoder_start_token_id"
 
 
 class DecoderForm(CaptionForm):
-    """Texts of one token that stands for the image, a prompt, EOS, and an answer. The first token
-    becomes the one that starts the decoder: the class shifts labels by it. EOS only keeps the
-    tokens of the prompt and the answer apart, and may be left out."""
+    """Texts of a token for the image, a prompt, EOS, and an answer. The start token of the decoder,
+    by which the class shifts labels, replaces the token of the image. EOS only keeps the tokens of
+    the prompt and the answer apart, and is optional."""
 
     names = {"DonutProcessor", "NougatProcessor", "TrOCRProcessor"}
     reads_prompts = True
@@ -30,7 +30,7 @@ class DecoderForm(CaptionForm):
         super().__init__(opened, tokenizer.mask_token or tokenizer.pad_token or "")
         if self.token_id == self.eos_id:
             raise UserError(
-                f"{opened.name}: {self.token!r} stands for an image here and ends answers; name a "
+                f"{opened.name}: {self.token!r} marks an image here and ends answers; name a "
                 "token that no answer has as mask_token in tokenizer_config.json"
             )
         encoder = getattr(self.config, "encoder", None)
@@ -59,7 +59,7 @@ class DecoderForm(CaptionForm):
         return ids[:n_images], [*self.before_caption, *ids[n_images:], self.eos_id]
 
     def with_prompt(self, images: Sequence[ImageFile], ids: Sequence[int]) -> Sequence[ImageFile]:
-        """Return the images with the prompt, by which `kept` finds it."""
+        """Return the images with the prompt, so that `kept` finds it."""
         text = self._text([one for one in ids if one != self.token_id])
         return [image._replace(prompt=text) for image in images]
 
@@ -88,9 +88,9 @@ class DecoderForm(CaptionForm):
         return self.without_prompt(np.delete(np.arange(len(ids)), np.s_[end:stop]), end)
 
     def without_prompt(self, places: np.ndarray, stop: int) -> np.ndarray:
-        """Return those of the places of a text's tokens that the decoder reads. Its prompt ends
-        before `stop`. As transformers generates with Donut's encoder, the prompt begins with the
-        token of a task, in the place of the usual start."""
+        """Return the `places` of tokens that the decoder reads. The prompt ends before `stop`. With
+        Donut's encoder, the token of a task replaces the start token, as in transformers'
+        `generate`."""
         return places[1:] if self._is_donut and stop > 1 else places
 
 
@@ -150,8 +150,8 @@ class PromptedDecoderForm(DecoderForm):
         for image in images:
             if found := [token for token in self._image_texts if token in image.prompt]:
                 raise BrokenSample(
-                    f"its prompt has {found[0]}, which stands for an image in what the encoder "
-                    "reads; remove it"
+                    f"its prompt has {found[0]}, which the encoder would read as an image; "
+                    "remove it"
                 )
             n_tokens = self._n_image_tokens + self._n_written(image.prompt)
             if n_tokens > self.most:

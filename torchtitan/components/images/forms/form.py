@@ -123,8 +123,8 @@ class ImageForm(Protocol):
     def kept(
         self, ids: np.ndarray, trained: np.ndarray | None, images: Sequence[ImageFile]
     ) -> np.ndarray:
-        """Return the places of those of a text's `ids` (L,) that are tokens of a sample; the class
-        may read the others together with the images.
+        """Return the places of a text's `ids` (L,) that become tokens of a sample. The class may
+        read the other ids together with the images.
 
         Args:
             trained: True where an answer is trained; None: the text has no answer.
