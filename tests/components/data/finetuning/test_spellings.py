@@ -667,6 +667,12 @@ CALL = {"role": "assistant", "tool_calls": [calling("weather", PARIS, "a")]}
 RESULT = {"role": "tool", "tool_call_id": "a", "content": "sun"}
 
 
+def _calling(*keys):
+    """Return a turn with calls, each with further keys."""
+    function = {"name": "weather", "arguments": {}}
+    return {"role": "assistant", "tool_calls": [{**one, "function": function} for one in keys]}
+
+
 @pytest.mark.parametrize(
     ("turns", "error"),
     [
@@ -703,6 +709,18 @@ RESULT = {"role": "tool", "tool_call_id": "a", "content": "sun"}
             "message 4: it is the result of the call 'a', which no earlier message made",
         ),
         ([QUESTION, CALL, {**RESULT, "tool_call_id": "b"}], "it is the result of the call 'b'"),
+        (
+            [QUESTION, _calling({}), {**RESULT, "tool_call_id": ["a"]}],
+            "message 3: it is the result of the call ['a'], which no earlier message made",
+        ),
+        (
+            [QUESTION, _calling({"id": ["a"]}), {**RESULT, "tool_call_id": "b"}],
+            "message 3: it is the result of the call 'b', which no earlier message made",
+        ),
+        (
+            [QUESTION, _calling({"id": 1}, {}), *2 * [{**RESULT, "tool_call_id": 1}]],
+            "message 4: it is the result of the call 1, which no earlier message made",
+        ),
         (
             [QUESTION, CALL, {"role": "tool", "name": "news", "content": "x"}],
             "it is a result of 'news', which no call asked for (calls without a result: weather)",

@@ -55,7 +55,7 @@ class _Reader:
         """Calls of earlier turns without results."""
         self._invented: dict[str, Turn] = {}
         """Calls that had no ids, by the ids given to them."""
-        self._ids: set[object] = set()
+        self._ids: set[str] = set()
         self._n_calls = 0
 
     def read(self, turn: object) -> None:
@@ -184,17 +184,17 @@ class _Reader:
             if found := [call for call in calls if call.id == given]:
                 calls.remove(found[0])
                 return given
-        nameless = [call for call in self._pending if call.id in self._invented]
+        nameless = [call for call in self._pending if str(call.id) in self._invented]
         name = message.get("name")
         nameless = [call for call in nameless if name is None or call.name == name]
-        if not nameless or given in self._ids:
+        if not nameless or isinstance(given, list | Mapping) or str(given) in self._ids:
             raise BrokenSample(
                 f"it is the result of the call {given!r}, which no earlier message made or which "
                 "has a result already"
             )
         self._pending.remove(nameless[0])
         self._invented.pop(nameless[0].id)["id"] = given
-        self._ids.add(given)
+        self._ids.add(str(given))
         return given
 
     def _follows_text(self) -> bool:
