@@ -6,8 +6,8 @@
 #   every text in the first block of the file is a date or a time of ISO 8601. The rows hold datetime objects,
 #   and `str` or a template makes "2024-01-05 00:00:00" of them: another answer than the file's, which
 #   the model learns and a reward compares. "2024-01-05T10:00:00Z" and "2024-01-05T12:00:00+02:00" become
-#   the same text. One other text in the block, such as "unknown", and all stay text; a later block with
-#   such a text ends loading with an error. A stream does the same. `features` with Value("string") do not help:
+#   the same text. One other text in the block, such as "unknown", and all stay text.
+#   A stream does the same. `features` with Value("string") do not help:
 #   the text is read as a time first, and "2024-01-05 00:00:00" is what the string holds.
 #
 # What a trainer must do: read JSON Lines itself, and refuse a time where it expects text, since the text cannot

@@ -7,7 +7,7 @@
 #   published model, and Trainer trains the weights in this type: no float32 copy exists, with bf16=True or
 #   without. bfloat16 has 8 bits, so a step that is smaller than about a 500th of a weight is rounded
 #   away. With AdamW and a usual rate of fine-tuning (1e-5), most weights here are the old bits after ten
-#   steps, the norms all of them; in float32, all change. Nothing is said, and the loss still falls.
+#   steps, the norms all of them; in float32, all change.
 #
 # What a trainer must do: open weights that it trains with dtype=torch.float32 (an adapter's base may stay as
 #   it is), or use an optimizer that rounds stochastically or keeps a float32 copy.
