@@ -542,6 +542,22 @@ def test_serving_ends_with_an_error():
     assert engine.run(texts_of(engine, [0]))  # the engine is still usable
 
 
+def test_none_closes_texts_that_are_served():
+    engine = Engine(mixed_model(), sampling=SAMPLING)
+    ended = []
+
+    async def wait(n_tokens) -> None:
+        try:
+            await engine.generate([1], max_new_tokens=n_tokens, key="")
+            ended.append("finished")
+        finally:
+            ended.append(n_tokens)
+
+    answers = iter([[wait(2), wait(90)], [], [], None])
+    engine.serve(lambda n_free: next(answers))
+    assert ended == ["finished", 2, 90]
+
+
 def test_a_boundary_of_the_distribution_decides():
     """The token is the one at the drawn number in the cumulative distribution."""
     logits_BV = torch.randn(64, 30, generator=torch.Generator().manual_seed(0))

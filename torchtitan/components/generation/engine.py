@@ -171,7 +171,8 @@ class Engine:
     @torch.no_grad()
     def serve(self, arrivals: Arrivals) -> None:
         """Run the coroutines that `arrivals` returns between two tokens, as `run` does, until it
-        returns None; their results are dropped. Rows join and leave the batch at every token, and
+        returns None, which closes those that have not ended; without new ones, it returns an empty
+        list. Their results are dropped. Rows join and leave the batch at every token, and
         the cache grows with them. Recordings are kept for the next call, before which only values
         of weights may change. Raise the error of a coroutine, and `UserError` as `run` does, or if
         several processes share the model: the others do not know what arrives."""
