@@ -227,7 +227,9 @@ def _simulate(
         init_fake_group(rank, world_size)
     try:
         trainer = fake_trainer(dry_config)
-        trainer.last_layers, trainer.replays_layers = last_layers, replays_layers
+        trainer.last_layers = last_layers
+        if not replays_layers:
+            trainer.replays_layers = False
         trainer.measure_step(images_of(config, trainer.sequences_per_sample))
         return report_of(trainer, config.compile)
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
