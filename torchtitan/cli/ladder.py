@@ -118,7 +118,7 @@ def _ladder(options: argparse.Namespace, words: list[str]) -> int:
         larger = _rung(options.out, words, options.forecast, ratio)
     _show(rungs)
     if lack := too_few([rung.cost for rung in rungs], options.irreducible):
-        print(lack, flush=True)
+        print(presentable(lack), flush=True)
     if options.plan:
         return 0
     if options.commands:
