@@ -8,10 +8,14 @@ from torchtitan.protocols.converter import ModelConverter
 
 
 class OptimizerSection(Protocol):
+    """The section `optimizer` of a run."""
+
     early_step_in_backward: bool
 
 
 class ScheduleSection(Protocol):
+    """The section `lr_scheduler` of a run."""
+
     decay_ratio: float | None
     min_lr_factor: float
 
@@ -20,10 +24,14 @@ class ScheduleSection(Protocol):
 
 
 class AverageSection(Protocol):
+    """The section `ema` of a run."""
+
     decay: float | None
 
 
 class CheckpointSection(Protocol):
+    """The section `checkpoint` of a run."""
+
     interval: int
     keep_latest_k: int
 
